@@ -1,0 +1,152 @@
+"""The shape of vLLM at the places where our subclasses hook in.
+
+Each seam names a callable or dataclass of vLLM and the parameters or fields that our code uses.
+``require`` is called where a seam is used, so a process only imports what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place of vLLM that a subclass of ours relies on.
+
+    Attributes:
+        module: Module of vLLM.
+        name: Dotted name inside the module.
+        uses: Parameters of the callable, or fields of the dataclass, that our code depends on.
+        why: What hooks in here.
+    """
+
+    module: str
+    name: str
+    uses: tuple[str, ...]
+    why: str
+
+
+SEAMS: dict[str, Seam] = {
+    "chunk_split": Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._mamba_block_aligned_split",
+        (
+            "self",
+            "request",
+            "num_new_tokens",
+            "num_new_local_computed_tokens",
+            "num_external_computed_tokens",
+        ),
+        "scheduling.chunk_grid ends prompt chunks on the grid",
+    ),
+    "schedule": Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.schedule",
+        ("self", "throttle_prefills"),
+        "scheduling.step_trace records each step",
+    ),
+    "linear_method": Seam(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.apply",
+        ("self", "layer", "x", "bias"),
+        "layers.linear replaces the GEMM of 16-bit linears",
+    ),
+    "embedding_method": Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.apply",
+        ("self", "layer", "x", "bias"),
+        "layers.linear replaces the GEMM of the lm_head",
+    ),
+    "mp_kernel_config": Seam(
+        "vllm.model_executor.kernels.linear.mixed_precision",
+        "MPLinearLayerConfig",
+        (
+            "full_weight_shape",
+            "partition_weight_shape",
+            "weight_type",
+            "act_type",
+            "group_size",
+            "zero_points",
+        ),
+        "layers.int4_linear is chosen by this configuration",
+    ),
+    "gdn_forward": Seam(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention.forward_cpu",
+        ("self", "hidden_states"),
+        "layers.gated_delta_net replaces the core of the layer",
+    ),
+    "gdn_builder": Seam(
+        "vllm.v1.attention.backends.gdn_attn",
+        "GDNAttentionMetadataBuilder.build",
+        (
+            "self",
+            "common_prefix_len",
+            "common_attn_metadata",
+            "num_accepted_tokens",
+            "num_decode_draft_tokens_cpu",
+            "fast_build",
+        ),
+        "layers.gated_delta_net builds its own metadata",
+    ),
+    "cpu_attention_builder": Seam(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        "layers.cpu_attention cuts a batch into calls that depend on positions alone",
+    ),
+    "attention_metadata": Seam(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata",
+        (
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "block_table_tensor",
+            "is_prefilling",
+        ),
+        "both metadata builders read these fields",
+    ),
+}
+
+
+def difference(seam: Seam) -> str | None:
+    """How the installed vLLM differs from ``seam``, or None when it fits."""
+    try:
+        target: object = importlib.import_module(seam.module)
+        for part in seam.name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        return f"it is not there ({error})"
+    if dataclasses.is_dataclass(target) and isinstance(target, type):
+        fields = {field.name for field in dataclasses.fields(target)}
+        missing = [name for name in seam.uses if name not in fields]
+        return f"it has no field {missing[0]!r}" if missing else None
+    found = tuple(inspect.signature(target).parameters)  # type: ignore[arg-type]
+    return None if found == seam.uses else f"its parameters are {found}, not {seam.uses}"
+
+
+def require(*names: str) -> None:
+    """Raise unless the named seams of the installed vLLM look as expected.
+
+    Raises:
+        PluginError: A seam differs; the message names it and the supported vLLM versions.
+    """
+    from vllm_b70.compat.versions import SUPPORTED, installed_vllm
+    from vllm_b70.plugin import PluginError
+
+    for name in names:
+        seam = SEAMS[name]
+        found = difference(seam)
+        if found is not None:
+            raise PluginError(
+                f"vllm_b70 cannot hook into {seam.module}.{seam.name} of vLLM "
+                f"{installed_vllm()} because {found}: install vLLM "
+                f"{', '.join(f'{minor}.x' for minor in SUPPORTED)}, or set VLLM_B70=0."
+            )

@@ -1,0 +1,24 @@
+"""vLLM's classes over our ops. ``register`` hands them to vLLM through its official seams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_b70.settings import Settings
+
+
+def register(settings: Settings) -> None:
+    """Register every layer of the exact route; called once a process.
+
+    Args:
+        settings: The switches; ``linear`` chooses between the exact kernel and the control.
+
+    Raises:
+        PluginError: A seam of the installed vLLM differs from what the layers rely on.
+    """
+    from vllm_b70.layers import gated_delta_net, int4_linear, linear
+
+    int4_linear.register(settings.linear)
+    linear.register()
+    gated_delta_net.register()

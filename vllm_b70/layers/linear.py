@@ -1,0 +1,92 @@
+"""16-bit linears and the lm_head over ``ops.linear``.
+
+Official seam: vLLM builds an out-of-tree class in place of its own when one is registered under the
+same name. The classes here differ from vLLM's in the quantisation method they end up with, and keep
+vLLM's class names because quantisation configurations match modules by them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers import linear as vllm_linear
+from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding
+
+from vllm_b70.compat.seams import require
+from vllm_b70.ops import linear as ops
+
+require("linear_method", "embedding_method")
+
+LINEARS = (
+    vllm_linear.ReplicatedLinear,
+    vllm_linear.ColumnParallelLinear,
+    vllm_linear.MergedColumnParallelLinear,
+    vllm_linear.QKVParallelLinear,
+    vllm_linear.RowParallelLinear,
+)
+EMBEDDINGS = (vllm_embedding.VocabParallelEmbedding, vllm_embedding.ParallelLMHead)
+
+
+def apply_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``ops.linear`` over any leading dimensions of ``x``; the op stays opaque to torch.compile."""
+    y = torch.ops.vllm_b70.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
+    """16-bit linear in one order of addition for every row count."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # The gated delta net keeps the weight of its convolution, [D, 1, W], in a linear layer.
+        if layer.weight.dim() != 2:
+            return
+        layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
+        layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return apply_linear(x, layer.b70_weight, bias)
+
+
+class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
+    """Embedding and lm_head; the look-up needs the weight as it is, so the head's transposed copy
+    is made beside it, at the first use: an embedding that is no head never pays for one."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if getattr(layer, "b70_weight", None) is None:
+            layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
+        return apply_linear(x, layer.b70_weight, bias)
+
+
+def _out_of_tree(base: type, stock: type, method: type) -> type:
+    """A subclass of ``base`` whose plain quantisation method, ``stock``, is ours."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        if type(self.quant_method) is stock:
+            self.quant_method = method()
+
+    return type(base.__name__, (base,), {"__init__": __init__, "__module__": __name__})
+
+
+def register() -> None:
+    """Let vLLM build our linear and embedding classes in place of its own."""
+    for base in LINEARS:
+        ours = _out_of_tree(
+            base, vllm_linear.UnquantizedLinearMethod, RowInvariantLinearMethod
+        )
+        base.register_oot(ours, name=base.__name__)
+    for base in EMBEDDINGS:
+        ours = _out_of_tree(
+            base, vllm_embedding.UnquantizedEmbeddingMethod, RowInvariantEmbeddingMethod
+        )
+        base.register_oot(ours, name=base.__name__)

@@ -1,0 +1,264 @@
+"""The policy: what the exact route needs of vLLM's configuration.
+
+A mixin over the platform class that vLLM's own resolver picks. What the user left open is set,
+what the user chose and the route cannot honour is refused by name, and the result is shown once.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import builtin_platform_plugins
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from vllm_b70 import plugin
+from vllm_b70.scheduling.chunk_grid import GRID, least_batched_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# A child of vLLM's logger, so that the user's logging configuration applies.
+logger = logging.getLogger("vllm.vllm_b70")
+
+SCHEDULERS = {
+    False: "vllm_b70.scheduling.scheduler.ChunkGridScheduler",
+    True: "vllm_b70.scheduling.scheduler.AsyncChunkGridScheduler",
+}
+ATTENTION_BACKENDS = {
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": (
+        "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
+    ),
+}
+
+
+class PolicyError(ValueError):
+    """A setting that the user chose and the exact route cannot honour."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the policy table."""
+
+    setting: str
+    value: str
+    why: str
+
+
+_shown = False
+
+
+def _refuse(setting: str, why: str, instead: str) -> None:
+    raise PolicyError(f"VLLM_B70=1 cannot honour {setting}: {why}; {instead}.")
+
+
+def _max_draft_depth(config: VllmConfig) -> int:
+    speculative = config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
+def check_choices(config: VllmConfig) -> None:
+    """Refuse what the exact route does not cover, by name.
+
+    Raises:
+        PolicyError: One sentence with the setting, the reason and what to do.
+    """
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        _refuse(
+            "VLLM_BATCH_INVARIANT=1",
+            "it swaps in other kernels, and vLLM refuses it for quantised and gated-delta-net "
+            "models",
+            "unset it, VLLM_B70=1 covers what it promises",
+        )
+    cache = config.cache_config
+    if cache.enable_prefix_caching:
+        _refuse(
+            "prefix caching",
+            "a cached prefix ends where another request's prompt did",
+            "use --no-enable-prefix-caching (enable_prefix_caching=False in Python)",
+        )
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        _refuse(
+            f"--kv-cache-dtype {cache.cache_dtype}",
+            "a quantised KV cache is not covered",
+            "leave it at auto",
+        )
+    if cache.mamba_cache_mode != "none":
+        _refuse(
+            f"--mamba-cache-mode {cache.mamba_cache_mode}",
+            "it belongs to prefix caching",
+            "leave it at none",
+        )
+    if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
+        _refuse(
+            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype}",
+            "a rounded recurrent state makes the result depend on how many tokens a step verified",
+            "use float32",
+        )
+    parallel = config.parallel_config
+    for setting, size in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+    ):
+        if size > 1:
+            _refuse(
+                f"{setting} {size}",
+                "the exact route on the CPU covers one worker",
+                "leave it at 1",
+            )
+    if config.use_v2_model_runner:
+        _refuse(
+            "the V2 model runner",
+            "the exact route on the CPU is built on the V1 runner",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        )
+    if config.kv_transfer_config is not None:
+        _refuse(
+            "--kv-transfer-config",
+            "a KV cache from elsewhere may end off the chunk grid",
+            "leave it out",
+        )
+    _check_scheduler(config)
+    _check_dtype(config)
+
+
+def _check_scheduler(config: VllmConfig) -> None:
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is not None and scheduler.scheduler_cls not in SCHEDULERS.values():
+        _refuse(
+            f"--scheduler-cls {scheduler.scheduler_cls}",
+            "the chunk grid is a scheduler class of its own",
+            "leave it out",
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < GRID:
+        _refuse(
+            f"--long-prefill-token-threshold {threshold}",
+            f"prompt chunks end on multiples of {GRID} tokens, so a prompt would never advance",
+            f"use 0 or at least {GRID}",
+        )
+    depth = _max_draft_depth(config)
+    least = least_batched_tokens(scheduler.max_num_seqs, depth)
+    if scheduler.max_num_batched_tokens < least:
+        _refuse(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}",
+            f"beside {scheduler.max_num_seqs} sequences with {depth} drafts each, a prompt chunk "
+            f"of {GRID} tokens needs a budget of {least}",
+            f"raise it to {least} or lower --max-num-seqs",
+        )
+
+
+def _check_dtype(config: VllmConfig) -> None:
+    import torch
+
+    model = config.model_config
+    if model is None or model.dtype == torch.bfloat16:
+        return
+    if getattr(model, "is_hybrid", False):
+        _refuse(
+            f"--dtype {str(model.dtype).removeprefix('torch.')}",
+            "vLLM's gated-delta-net prefill on the CPU takes bfloat16 only",
+            "use --dtype bfloat16",
+        )
+
+
+class ExactPolicy:
+    """Mixin over a platform class of vLLM."""
+
+    #: Marks the class for ``plugin.register`` and for tests.
+    vllm_b70 = True
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        super().pre_register_and_update(parser)  # type: ignore[misc]
+        if parser is not None:
+            # The default, not the choice: a user who asks for prefix caching is refused by name.
+            parser.set_defaults(enable_prefix_caching=False)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if not plugin.registered():
+            raise plugin.PluginError(
+                "VLLM_B70=1 and the plugin's platform is active, but its general plugin was not "
+                "loaded: let VLLM_PLUGINS include vllm_b70, or leave VLLM_PLUGINS unset."
+            )
+        if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
+            _refuse(
+                "VLLM_CPU_ATTN_SPLIT_KV=1",
+                "it cuts the KV cache by how many threads are idle",
+                "set it to 0 or leave it out",
+            )
+        # vLLM reads this one in the worker, which inherits the environment.
+        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+        # Before vLLM's own policy, which overwrites some of what the user chose.
+        check_choices(vllm_config)
+        vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
+        super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        scheduler = vllm_config.scheduler_config
+        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+        _show(cls.policy(vllm_config))
+
+    @classmethod
+    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        chosen = super().get_attn_backend_cls(*args, **kwargs)  # type: ignore[misc]
+        if chosen not in ATTENTION_BACKENDS:
+            raise PolicyError(
+                f"VLLM_B70=1 has no exact form of the attention backend {chosen}: "
+                "use a model with plain attention, or set VLLM_B70=0."
+            )
+        return ATTENTION_BACKENDS[chosen]
+
+    @classmethod
+    def policy(cls, config: VllmConfig) -> list[Row]:
+        """The settings of the exact route as the table shows them."""
+        scheduler = config.scheduler_config
+        mode = getattr(config.compilation_config.mode, "name", "NONE")
+        return [
+            Row("linears", "row-invariant", "one order of addition for every row count"),
+            Row("attention", "by position", "no split of the KV cache by idle threads"),
+            Row("gated delta net", "by position", "prompt chunked, all else token by token"),
+            Row(
+                "scheduler",
+                str(scheduler.scheduler_cls).rpartition(".")[2],
+                f"prompt chunks end on multiples of {GRID} tokens",
+            ),
+            Row(
+                "max_num_batched_tokens",
+                str(scheduler.max_num_batched_tokens),
+                f"at least {least_batched_tokens(scheduler.max_num_seqs, _max_draft_depth(config))}"
+                " so that prompts always advance",
+            ),
+            Row("prefix caching", "off", "a cached prefix ends where another prompt did"),
+            Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
+            Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
+            Row("compilation mode", mode, "unchanged; eager and compiled are both exact"),
+        ]
+
+
+def _show(rows: list[Row]) -> None:
+    """Log the table once, in the process that the user started."""
+    global _shown
+    if _shown or multiprocessing.parent_process() is not None:
+        return
+    _shown = True
+    widths = [max(len(getattr(row, name)) for row in rows) for name in ("setting", "value")]
+    lines = [f"  {r.setting:<{widths[0]}}  {r.value:<{widths[1]}}  {r.why}" for r in rows]
+    logger.info("vllm_b70: the deterministic route is on\n%s", "\n".join(lines))
+    logger.info(
+        "vllm_b70: served but not guaranteed: sampling under speculation, images, LoRA adapters"
+    )
+
+
+def _base() -> type:
+    name = builtin_platform_plugins["cpu"]()
+    if name is None:
+        raise plugin.PluginError("vLLM was not built for the CPU: set VLLM_B70=0.")
+    return resolve_obj_by_qualname(name)  # type: ignore[no-any-return]
+
+
+class B70CpuPlatform(ExactPolicy, _base()):  # type: ignore[misc]
+    """vLLM's CPU (or Zen) platform with the exact policy."""

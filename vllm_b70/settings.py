@@ -1,0 +1,115 @@
+"""Every switch of the plugin, read once from the environment into one frozen object.
+
+Standard library only: this module is imported in every vLLM process, also where the plugin is off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class SettingsError(ValueError):
+    """A ``VLLM_B70*`` variable has a value that is not allowed."""
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise SettingsError(f"{name}={value!r} is not allowed: use 1 (on) or 0 (off).")
+    return value == "1"
+
+
+def _linear(name: str, value: str) -> str:
+    allowed = ("exact", "naive")
+    if value not in allowed:
+        raise SettingsError(f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}.")
+    return value
+
+
+def _file(name: str, value: str) -> Path:
+    path = Path(value)
+    if not value or not path.is_absolute():
+        raise SettingsError(f"{name}={value!r} is not allowed: use the absolute path of a file.")
+    if path.is_dir() or not path.parent.is_dir():
+        raise SettingsError(
+            f"{name}={value!r} is not allowed: its folder must exist and it must not be a folder."
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One environment variable: what it means and how its text is read."""
+
+    field: str
+    default: Any
+    parse: Callable[[str, str], Any]
+    meaning: str
+
+
+#: The public reference of the switches, in the order in which the documentation lists them.
+SWITCHES: dict[str, Switch] = {
+    "VLLM_B70": Switch("enabled", False, _switch, "1 switches the deterministic route on"),
+    "VLLM_B70_LINEAR": Switch(
+        "linear",
+        "exact",
+        _linear,
+        "exact: row-invariant kernels; naive: dequantise and call BLAS, the control that must fail",
+    ),
+    "VLLM_B70_STEP_TRACE": Switch(
+        "step_trace",
+        None,
+        _file,
+        "absolute path of a file to which the scheduler appends one JSON line a step",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The switches as the process found them.
+
+    Attributes:
+        enabled: The plugin's route is on.
+        linear: ``exact`` or ``naive`` (a control, never for serving).
+        step_trace: File for the scheduler's step trace, or None.
+    """
+
+    enabled: bool = False
+    linear: str = "exact"
+    step_trace: Path | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read all switches.
+
+        Args:
+            environ: Mapping to read instead of ``os.environ``.
+
+        Raises:
+            SettingsError: A value is malformed or a ``VLLM_B70*`` name is unknown; the message
+                gives the variable, its value and what is allowed.
+        """
+        environ = os.environ if environ is None else environ
+        unknown = sorted(n for n in environ if n.startswith("VLLM_B70") and n not in SWITCHES)
+        if unknown:
+            raise SettingsError(
+                f"{unknown[0]} is not a switch of vllm_b70, so nothing would read it: "
+                f"unset it or use one of {', '.join(SWITCHES)}."
+            )
+        values = {
+            switch.field: switch.parse(name, environ[name])
+            for name, switch in SWITCHES.items()
+            if name in environ
+        }
+        return cls(**values)
+
+
+def is_on(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the main switch asks for the plugin. Malformed values count as on, so that the
+    full reading, which refuses them, is reached."""
+    environ = os.environ if environ is None else environ
+    return environ.get("VLLM_B70", "0") != "0"
