@@ -1,0 +1,90 @@
+"""``vllm-b70``: the command line."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_b70.harness.cli import app as harness_app
+
+app = typer.Typer(
+    help="Tools around the vllm_b70 plugin of vLLM.", no_args_is_help=True, add_completion=False
+)
+checkpoint_app = typer.Typer(help="Make and check checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+for command in harness_app.registered_commands:
+    app.registered_commands.append(command)
+
+
+class Format(str, Enum):
+    """How the weights are stored."""
+
+    ct = "ct"
+    gptq = "gptq"
+    bf16 = "bf16"
+
+
+class Shape(str, Enum):
+    """Which model's proportions and quantised modules."""
+
+    small = "9b"
+    large = "27b"
+
+
+@checkpoint_app.command("tiny")
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Folder to make; it must not hold anything.")],
+    format: Annotated[Format, typer.Option(help="ct: compressed-tensors.")] = Format.ct,
+    shape: Annotated[Shape, typer.Option(help="Whose proportions.")] = Shape.small,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    conditional: Annotated[
+        bool, typer.Option(help="The ForConditionalGeneration form, with a vision tower.")
+    ] = False,
+) -> None:
+    """Make a seeded random Qwen3.5 checkpoint of a few megabytes, with an MTP head."""
+    from vllm_b70.checkpoints.errors import CheckpointError
+    from vllm_b70.checkpoints.tiny import make_tiny
+
+    try:
+        make_tiny(
+            directory,
+            format=format.value,
+            shape=shape.value,
+            seed=seed,
+            conditional=conditional,
+        )
+    except CheckpointError as error:
+        raise typer.Exit(_fail(error)) from error
+    typer.echo(f"made {directory}")
+
+
+@checkpoint_app.command("check")
+def check(
+    directory: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+) -> None:
+    """Check a checkpoint's configuration and tensor headers against what the kernels cover."""
+    from vllm_b70.checkpoints.check import check_checkpoint
+    from vllm_b70.checkpoints.errors import CheckpointError
+
+    try:
+        check_checkpoint(directory)
+    except CheckpointError as error:
+        raise typer.Exit(_fail(error)) from error
+    typer.echo(f"{directory}: nothing wrong found")
+
+
+def _fail(error: Exception) -> int:
+    typer.echo(f"vllm-b70: {error}", err=True)
+    return 2
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
