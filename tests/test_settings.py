@@ -59,7 +59,9 @@ def test_an_unknown_switch_is_refused_because_nothing_would_read_it():
         Settings.from_env({"VLLM_B70_LINAER": "exact"})
 
 
-@pytest.mark.parametrize(("environ", "on"), [({}, False), ({"VLLM_B70": "0"}, False),
-                                             ({"VLLM_B70": "1"}, True), ({"VLLM_B70": "x"}, True)])
+@pytest.mark.parametrize(
+    ("environ", "on"),
+    [({}, False), ({"VLLM_B70": "0"}, False), ({"VLLM_B70": "1"}, True), ({"VLLM_B70": "x"}, True)],
+)
 def test_is_on(environ, on):
     assert is_on(environ) is on

@@ -322,7 +322,10 @@ def test_selection_adds_what_is_needed_and_nothing_else() -> None:
         ("ct-9b-replica", (32,)),
     ]
     chosen = select_cells(cells, "^ct-9b-mtp3$")
-    assert [(cell.name, cell.users) for cell in chosen] == [("ct-9b", ()), ("ct-9b-mtp3", (1, 8, 32))]
+    assert [(cell.name, cell.users) for cell in chosen] == [
+        ("ct-9b", ()),
+        ("ct-9b-mtp3", (1, 8, 32)),
+    ]
     assert [cell.name for cell in select_cells(cells, "naive")] == ["ct-9b-naive"]
     assert select_cells(cells, "") == cells
     for pattern, reason in (("zebra", "no cell matches"), ("(", "not a regular expression")):

@@ -30,9 +30,15 @@ class Sequence:
 
     def run(self, first, last, cache, read, write):
         return gated_delta_rule(
-            self.q[first:last], self.k[first:last], self.v[first:last],
-            self.decay[first:last].contiguous(), self.beta[first:last].contiguous(), cache,
-            np.array([0, last - first]), np.array([read]), np.array(write),
+            self.q[first:last],
+            self.k[first:last],
+            self.v[first:last],
+            self.decay[first:last].contiguous(),
+            self.beta[first:last].contiguous(),
+            cache,
+            np.array([0, last - first]),
+            np.array([read]),
+            np.array(write),
         )
 
 
@@ -78,8 +84,13 @@ def test_c3_company_does_not_show_and_poisoned_slots_do_not_leak():
     write[starts[1:] - 1] = [1, 3, 5, 7]
     joined = [torch.cat([getattr(s, n) for s in sequences]) for n in ("q", "k", "v")]
     got = gated_delta_rule(
-        *joined, torch.cat([s.decay for s in sequences]), torch.cat([s.beta for s in sequences]),
-        cache, starts, np.array([0, 2, 4, 6]), write,
+        *joined,
+        torch.cat([s.decay for s in sequences]),
+        torch.cat([s.beta for s in sequences]),
+        cache,
+        starts,
+        np.array([0, 2, 4, 6]),
+        write,
     )
     assert torch.equal(got, torch.cat(alone))
     assert cache[8].isnan().all()
@@ -103,7 +114,10 @@ def test_conv_equals_the_reference_and_itself_at_every_width(bias):
     for width in (1, 2, 4, 7, 17):
         pieces = [
             causal_conv(
-                x[t : t + width], inputs[t : t + WIDTH - 1][None], weight, b,
+                x[t : t + width],
+                inputs[t : t + WIDTH - 1][None],
+                weight,
+                b,
                 np.array([0, min(width, 30 - t)]),
             )
             for t in range(0, 30, width)

@@ -117,8 +117,14 @@ def test_pack_round_trip(depth):
 )
 def test_bad_arguments(change, message):
     q, scale, zero, b = weights(64, 32, 32)
-    arguments = {"x": rows(2, 64), "weight": pack_int4(q), "scale": scale, "zero": zero,
-                 "bias": b, "group_size": 32} | change
+    arguments = {
+        "x": rows(2, 64),
+        "weight": pack_int4(q),
+        "scale": scale,
+        "zero": zero,
+        "bias": b,
+        "group_size": 32,
+    } | change
     with pytest.raises(ValueError, match=message):
         int4_linear(**arguments)
 

@@ -13,8 +13,12 @@ def test_lines(tmp_path):
     trace.write(Step(requests=1, widths=Counter({1: 1}), preempted=2))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert first == {
-        "step": 0, "requests": 3, "prompt_tokens": 64, "widths": {"1": 1, "4": 1},
-        "preempted": 0, "cuts": 1,
+        "step": 0,
+        "requests": 3,
+        "prompt_tokens": 64,
+        "widths": {"1": 1, "4": 1},
+        "preempted": 0,
+        "cuts": 1,
     }
     assert second["step"] == 1 and second["preempted"] == 2
 

@@ -47,8 +47,8 @@ def _accumulate(x, panel, part, row, rows, k, depth):  # type: ignore[no-untyped
                 part[m, n] += xk * panel[kk, n]
 
 
-# Rows of a weight are handed over as slices: an index that starts at 0 needs no check for a negative
-# value, which would keep the loop from being vectorised.
+# Rows of a weight are handed over as slices: an index that starts at 0 needs no check for a
+# negative value, which would keep the loop from being vectorised.
 
 
 @njit

@@ -177,7 +177,9 @@ def default_cells(*, full: bool = False, control: bool = False) -> list[Cell]:
     return cells
 
 
-def _eager(name: str, format: Any, shape: Any, depth: int, schedule: list[list[int]] | None) -> Cell:
+def _eager(
+    name: str, format: Any, shape: Any, depth: int, schedule: list[list[int]] | None
+) -> Cell:
     return Cell(name, format, shape, depth, schedule, (1, 8, 32), serve_args=_EAGER)
 
 

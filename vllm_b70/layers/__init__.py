@@ -17,8 +17,14 @@ def register(settings: Settings) -> None:
     Raises:
         PluginError: A seam of the installed vLLM differs from what the layers rely on.
     """
+    import torch
+
     from vllm_b70.layers import gated_delta_net, int4_linear, linear
 
+    # vLLM's attention and chunked kernels use the AMX registers where there are any. A process must
+    # ask the system for them first; stock vLLM's does through oneDNN, whose linears we replace.
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     int4_linear.register(settings.linear)
     linear.register()
     gated_delta_net.register()

@@ -278,9 +278,7 @@ def run_recurrent(
     histories[torch.from_numpy(slots)] = inputs[torch.from_numpy(sources)]
     q, k, v = layer.split_heads(convolved)
     decay, beta = ops.gates(a, b, weights["a_log"], weights["dt_bias"])
-    return ops.gated_delta_rule(
-        q, k, v, decay, beta, states, plan.starts, plan.read, plan.write
-    )
+    return ops.gated_delta_rule(q, k, v, decay, beta, states, plan.starts, plan.read, plan.write)
 
 
 def gated_delta_net(

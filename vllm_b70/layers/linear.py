@@ -28,9 +28,7 @@ LINEARS = (
 EMBEDDINGS = (vllm_embedding.VocabParallelEmbedding, vllm_embedding.ParallelLMHead)
 
 
-def apply_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``ops.linear`` over any leading dimensions of ``x``; the op stays opaque to torch.compile."""
     y = torch.ops.vllm_b70.linear(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -39,16 +37,14 @@ def apply_linear(
 class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
     """16-bit linear in one order of addition for every row count."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         # The gated delta net keeps the weight of its convolution, [D, 1, W], in a linear layer.
         if layer.weight.dim() != 2:
             return
         layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
         layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return apply_linear(x, layer.b70_weight, bias)
 
 
@@ -56,12 +52,10 @@ class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
     """Embedding and lm_head; the look-up needs the weight as it is, so the head's transposed copy
     is made beside it, at the first use: an embedding that is no head never pays for one."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         pass
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if getattr(layer, "b70_weight", None) is None:
             layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
         return apply_linear(x, layer.b70_weight, bias)
@@ -81,9 +75,7 @@ def _out_of_tree(base: type, stock: type, method: type) -> type:
 def register() -> None:
     """Let vLLM build our linear and embedding classes in place of its own."""
     for base in LINEARS:
-        ours = _out_of_tree(
-            base, vllm_linear.UnquantizedLinearMethod, RowInvariantLinearMethod
-        )
+        ours = _out_of_tree(base, vllm_linear.UnquantizedLinearMethod, RowInvariantLinearMethod)
         base.register_oot(ours, name=base.__name__)
     for base in EMBEDDINGS:
         ours = _out_of_tree(

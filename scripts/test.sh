@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All tests, in an environment of its own making.
+#   bash scripts/test.sh          lint, types, unit tests, then real servers (under 30 minutes)
+#   bash scripts/test.sh --unit   lint, types and unit tests (under 3 minutes once installed)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+make_environment cpu,dev
+ruff check .
+mypy
+pytest -m "not e2e" -n 2
+if [ "${1:-}" != "--unit" ]; then
+  pytest -m e2e
+fi

@@ -1,0 +1,159 @@
+"""The linear kernel under vLLM: both layouts, told apart by the parameters' declared dimensions."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.model_executor.kernels.linear.mixed_precision import MPLinearLayerConfig
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    PackedvLLMParameter,
+)
+from vllm.scalar_type import scalar_types
+
+from vllm_b70.checkpoints import pack
+from vllm_b70.layers.int4_linear import RowInvariantInt4LinearKernel
+from vllm_b70.reference.int4_linear import int4_linear as reference
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    import vllm.model_executor.parameter as parameter
+
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+
+def config(depth, columns, group_size, symmetric, dtype=torch.bfloat16):
+    kind = scalar_types.uint4b8 if symmetric else scalar_types.uint4
+    shape = (depth, columns)
+    return MPLinearLayerConfig(shape, shape, kind, dtype, group_size, not symmetric)
+
+
+def loader(*args, **kwargs):
+    raise AssertionError("nothing is loaded here")
+
+
+def packed(data, input_dim, output_dim, packed_dim):
+    return PackedvLLMParameter(
+        data=data,
+        input_dim=input_dim,
+        output_dim=output_dim,
+        packed_dim=packed_dim,
+        packed_factor=8,
+        weight_loader=loader,
+    )
+
+
+def scales(data, input_dim, output_dim, channelwise):
+    if channelwise:
+        return ChannelQuantScaleParameter(data=data, output_dim=output_dim, weight_loader=loader)
+    return GroupQuantScaleParameter(
+        data=data, input_dim=input_dim, output_dim=output_dim, weight_loader=loader
+    )
+
+
+def compressed_tensors(weight, channelwise=False):
+    """A layer as CompressedTensorsWNA16 leaves it before processing."""
+    layer = torch.nn.Module()
+    tensors = pack.pack_compressed_tensors(weight)
+    layer.weight_packed = packed(tensors["weight_packed"], 1, 0, 1)
+    layer.weight_scale = scales(tensors["weight_scale"], 1, 0, channelwise)
+    if weight.zero_points is not None:
+        layer.weight_zero_point = packed(tensors["weight_zero_point"], 1, 0, 0)
+    return layer, ("weight_packed", "weight_scale", "weight_zero_point")
+
+
+def gptq(weight, channelwise=False):
+    """A layer as AutoGPTQLinearMethod leaves it before processing."""
+    layer = torch.nn.Module()
+    tensors = pack.pack_gptq(weight)
+    layer.qweight = packed(tensors["qweight"], 0, 1, 0)
+    layer.scales = scales(tensors["scales"], 0, 1, channelwise)
+    layer.qzeros = packed(tensors["qzeros"], 0, 1, 1)
+    return layer, ("qweight", "scales", "qzeros")
+
+
+def expected(weight, x, bias=None):
+    depth = weight.codes.shape[1]
+    group = depth // weight.scales.shape[1]
+    zero = None if weight.zero_points is None else weight.zero_points.t()
+    return reference(x, weight.codes.t(), weight.scales.t(), zero, bias, group)
+
+
+def run(layer, names, c, x, bias=None):
+    kernel = RowInvariantInt4LinearKernel(c, *names)
+    kernel.process_weights_after_loading(layer)
+    return kernel.apply_weights(layer, x, bias)
+
+
+def quantised(columns, depth, group_size, symmetric, dtype=torch.bfloat16):
+    w = torch.randn(columns, depth, generator=torch.Generator().manual_seed(0))
+    return pack.quantize(w, group_size, symmetric=symmetric, scale_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize("columns", [64, 33])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors(symmetric, columns, group_size, dtype):
+    weight = quantised(columns, 128, group_size, symmetric, dtype)
+    layer, names = compressed_tensors(weight, group_size == -1)
+    x = torch.randn(5, 128).to(dtype)
+    got = run(layer, names, config(128, columns, group_size, symmetric, dtype), x)
+    assert torch.equal(got, expected(weight, x))
+
+
+def test_compressed_tensors_channelwise_with_odd_k_and_bias():
+    weight = quantised(33, 99, -1, True)
+    layer, names = compressed_tensors(weight, True)
+    x, bias = torch.randn(3, 99).bfloat16(), torch.randn(33).bfloat16()
+    got = run(layer, names, config(99, 33, -1, True), x, bias)
+    assert torch.equal(got, expected(weight, x, bias))
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_gptq(group_size):
+    weight = quantised(64, 128, group_size, True)
+    layer, names = gptq(weight, group_size == -1)
+    x = torch.randn(5, 128).bfloat16()
+    got = run(layer, names, config(128, 64, group_size, True), x)
+    assert torch.equal(got, expected(weight, x))
+
+
+def test_layouts_are_told_apart_where_their_shapes_coincide():
+    """N = 16 and K = 128: both layouts hold a [16, 16] int32 matrix."""
+    weight = quantised(16, 128, 8 * 16 // 16 * 4, True)
+    x = torch.randn(5, 128).bfloat16()
+    first, names = compressed_tensors(weight)
+    second, other = gptq(weight)
+    assert first.weight_packed.shape == second.qweight.shape == (16, 16)
+    c = config(128, 16, 32, True)
+    assert torch.equal(run(first, names, c, x), expected(weight, x))
+    assert torch.equal(run(second, other, c, x), expected(weight, x))
+
+
+def test_leading_dimensions_are_kept_and_the_checkpoints_tensors_are_dropped():
+    weight = quantised(64, 128, 32, True)
+    layer, names = compressed_tensors(weight)
+    x = torch.randn(2, 3, 128).bfloat16()
+    got = run(layer, names, config(128, 64, 32, True), x)
+    assert got.shape == (2, 3, 64) and not hasattr(layer, "weight_packed")
+    assert list(layer.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weight_type": scalar_types.uint8b128}, "only 4-bit"),
+        ({"act_type": torch.float32}, "only 16-bit"),
+        ({"group_size": 48}, "48 does not divide K=128"),
+    ],
+)
+def test_what_it_cannot_implement_it_says(change, reason):
+    c = config(128, 64, 32, True)
+    for name, value in change.items():
+        setattr(c, name, value)
+    can, why = RowInvariantInt4LinearKernel.can_implement(c)
+    assert not can and reason in why

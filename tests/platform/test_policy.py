@@ -1,0 +1,123 @@
+"""The policy on vLLM's configuration: what is set, and what is refused by name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm_b70.checkpoints.tiny import make_tiny
+
+# One process for all cases: importing vLLM takes most of the time.
+SCRIPT = """
+import json, os, sys
+from vllm.engine.arg_utils import EngineArgs
+model, cases = sys.argv[1], json.loads(sys.argv[2])
+for case in cases:
+    environ = {name: os.environ.get(name) for name in case["environ"]}
+    os.environ.update(case["environ"])
+    try:
+        config = EngineArgs(
+            **{"model": model, "max_model_len": 512, "enable_prefix_caching": False,
+               "kv_cache_memory_bytes": 2**28} | case["arguments"]
+        ).create_engine_config()
+        result = {
+            "scheduler": str(config.scheduler_config.scheduler_cls),
+            "ssm": config.cache_config.mamba_ssm_cache_dtype,
+            "mode": config.compilation_config.mode.name,
+            "split": os.environ["VLLM_CPU_ATTN_SPLIT_KV"],
+            "policy": [vars(row) for row in type(
+                __import__("vllm.platforms").platforms.current_platform).policy(config)],
+        }
+    except Exception as error:
+        result = {"error": str(error)}
+    for name, value in environ.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    os.environ.pop("VLLM_CPU_ATTN_SPLIT_KV", None)
+    print("RESULT", json.dumps(result), flush=True)
+"""
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+ACCEPTED = {
+    "plain": {},
+    "eager": {"enforce_eager": True},
+    "speculation": {"speculative_config": MTP},
+    "schedule": {
+        "speculative_config": MTP
+        | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, 64, 0]]}
+    },
+}
+REFUSED = {
+    "prefix caching": ({"enable_prefix_caching": True}, {}, "prefix caching"),
+    "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
+    "kv dtype": ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype fp8"),
+    "ssm dtype": ({"mamba_ssm_cache_dtype": "bfloat16"}, {}, "--mamba-ssm-cache-dtype bfloat16"),
+    "float16": ({"dtype": "float16"}, {}, "--dtype float16"),
+    "split kv": ({}, {"VLLM_CPU_ATTN_SPLIT_KV": "1"}, "VLLM_CPU_ATTN_SPLIT_KV=1"),
+    "pipeline": ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2"),
+    "tensor": ({"tensor_parallel_size": 2}, {}, "--tensor-parallel-size 2"),
+    "v2 runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2"),
+    "scheduler": (
+        {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        {},
+        "--scheduler-cls",
+    ),
+    "budget": (
+        {"max_num_seqs": 32, "max_num_batched_tokens": 95},
+        {},
+        "--max-num-batched-tokens 95",
+    ),
+    "budget with drafts": (
+        {"max_num_seqs": 32, "max_num_batched_tokens": 191, "speculative_config": MTP},
+        {},
+        "needs a budget of 192",
+    ),
+    "threshold": ({"long_prefill_token_threshold": 63}, {}, "--long-prefill-token-threshold 63"),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    model = tmp_path_factory.mktemp("policy") / "model"
+    make_tiny(model, format="ct", shape="9b")
+    cases = [{"arguments": a, "environ": {}} for a in ACCEPTED.values()]
+    cases += [{"arguments": a, "environ": e} for a, e, _ in REFUSED.values()]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_B70")}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model), json.dumps(cases)],
+        env=environ | {"VLLM_B70": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    lines = [line[7:] for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(cases), run.stderr[-3000:]
+    names = [*ACCEPTED, *REFUSED]
+    return dict(zip(names, map(json.loads, lines), strict=True)) | {"log": run.stdout + run.stderr}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_is_set_for_a_user_who_chose_nothing(results, case):
+    result = results[case]
+    assert "error" not in result, result
+    assert result["scheduler"] == "vllm_b70.scheduling.scheduler.ChunkGridScheduler"
+    assert result["ssm"] == "float32" and result["split"] == "0"
+    rows = {row["setting"]: row["value"] for row in result["policy"]}
+    assert rows["scheduler"] == "ChunkGridScheduler" and rows["prefix caching"] == "off"
+    assert all(row["why"] for row in result["policy"])
+
+
+def test_the_execution_mode_is_the_users(results):
+    assert results["plain"]["mode"] == "DYNAMO_TRACE_ONCE"
+    assert results["eager"]["mode"] == "NONE"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_by_name(results, case):
+    sentence = REFUSED[case][2]
+    assert sentence in results[case].get("error", "accepted")
+
+
+def test_the_table_is_shown_once(results):
+    assert results["log"].count("vllm_b70: the deterministic route is on") == 1
