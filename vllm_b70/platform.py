@@ -10,13 +10,16 @@ import logging
 import multiprocessing
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import builtin_platform_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_b70 import plugin
+from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head
 from vllm_b70.scheduling.chunk_grid import GRID, least_batched_tokens
+from vllm_b70.speculation.schedule import check_schedule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,6 +127,9 @@ def check_choices(config: VllmConfig) -> None:
         )
     _check_scheduler(config)
     _check_dtype(config)
+    _check_speculation(config)
+    if config.model_config is not None and Path(config.model_config.model).is_dir():
+        check_checkpoint(Path(config.model_config.model))
 
 
 def _check_scheduler(config: VllmConfig) -> None:
@@ -158,11 +164,36 @@ def _check_dtype(config: VllmConfig) -> None:
     model = config.model_config
     if model is None or model.dtype == torch.bfloat16:
         return
+    dtype = str(model.dtype).removeprefix("torch.")
     if getattr(model, "is_hybrid", False):
         _refuse(
-            f"--dtype {str(model.dtype).removeprefix('torch.')}",
+            f"--dtype {dtype}",
             "vLLM's gated-delta-net prefill on the CPU takes bfloat16 only",
             "use --dtype bfloat16",
+        )
+    if model.dtype != torch.float16:
+        _refuse(f"--dtype {dtype}", "the linears are 16-bit", "use --dtype bfloat16")
+
+
+def _check_speculation(config: VllmConfig) -> None:
+    speculative = config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method != "mtp":
+        _refuse(
+            f"speculative method {speculative.method}",
+            "the exact route covers the model's own MTP head",
+            'use "method": "mtp"',
+        )
+    schedule = speculative.num_speculative_tokens_per_batch_size
+    if schedule is not None:
+        check_schedule(schedule, _max_draft_depth(config))
+    model = config.model_config.model
+    if Path(model).is_dir() and not has_mtp_head(Path(model)):
+        _refuse(
+            "speculative decoding",
+            f"the checkpoint {model} has no mtp.* tensors, so there is no MTP head to draft with",
+            "use a checkpoint with one, or leave --speculative-config out",
         )
 
 

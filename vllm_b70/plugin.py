@@ -64,7 +64,9 @@ def register() -> None:
     _check_platform()
 
     from vllm_b70 import layers
+    from vllm_b70.compat import mtp_head
 
+    mtp_head.apply()
     layers.register(settings)
     _registered = True
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,9 @@ from vllm.engine.arg_utils import EngineArgs
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 for case in cases:
     environ = {name: os.environ.get(name) for name in case["environ"]}
+    if "model" in case["arguments"]:
+        folder = os.path.dirname(model)
+        case["arguments"]["model"] = os.path.join(folder, case["arguments"]["model"])
     os.environ.update(case["environ"])
     try:
         config = EngineArgs(
@@ -73,6 +77,27 @@ REFUSED = {
         {},
         "needs a budget of 192",
     ),
+    "gapped schedule": (
+        {
+            "speculative_config": MTP
+            | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [9, 512, 0]]}
+        },
+        {},
+        "nothing of 5 to 8 requests",
+    ),
+    "depth above the maximum": (
+        {"speculative_config": MTP | {"num_speculative_tokens_per_batch_size": [[1, 512, 4]]}},
+        {},
+        "depth 4, outside 0 to num_speculative_tokens=3",
+    ),
+    "no mtp head": ({"model": "NO_MTP", "speculative_config": MTP}, {}, "no MTP head"),
+    "no mtp tensors": ({"model": "LOST_MTP", "speculative_config": MTP}, {}, "no MTP head"),
+    "damaged checkpoint": ({"model": "DAMAGED"}, {}, "model.safetensors has"),
+    "ngram": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {},
+        "ngram",
+    ),
     "threshold": ({"long_prefill_token_threshold": 63}, {}, "--long-prefill-token-threshold 63"),
 }
 
@@ -81,6 +106,12 @@ REFUSED = {
 def results(tmp_path_factory):
     model = tmp_path_factory.mktemp("policy") / "model"
     make_tiny(model, format="ct", shape="9b")
+    make_tiny(model.with_name("NO_MTP"), format="ct", shape="9b", mtp=False)
+    shutil.copytree(model.with_name("NO_MTP"), model.with_name("LOST_MTP"))
+    shutil.copy(model / "config.json", model.with_name("LOST_MTP"))
+    shutil.copytree(model, model.with_name("DAMAGED"))
+    weights = model.with_name("DAMAGED") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
     cases = [{"arguments": a, "environ": {}} for a in ACCEPTED.values()]
     cases += [{"arguments": a, "environ": e} for a, e, _ in REFUSED.values()]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_B70")}

@@ -111,6 +111,15 @@ def check_checkpoint(directory: Path) -> None:
 # --- configuration ------------------------------------------------------------------------
 
 
+def has_mtp_head(directory: Path) -> bool:
+    """Whether the checkpoint holds tensors of a multi-token-prediction head (``mtp.*``).
+
+    Raises:
+        CheckpointError: a safetensors file cannot be read.
+    """
+    return any(name.startswith("mtp.") for name in _read_headers(directory))
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:

@@ -1,6 +1,10 @@
-"""What ties the plugin to one vLLM version: the supported range and the shape of every seam.
+"""What ties the plugin to one vLLM version: the supported range, the shape of every seam, patches.
 
-The plugin patches no vLLM internal today. It subclasses vLLM's classes through official
-registrations; ``seams`` lists what those subclasses rely on, so that a vLLM that has moved on is
-refused in one sentence instead of failing in the middle of a request.
+The plugin works through vLLM's official registrations; ``seams`` lists what our subclasses rely on,
+so that a vLLM that has moved on is refused in one sentence instead of failing in the middle of a
+request. Where there is no official seam, a patch stands in a file of its own here.
+
+The ledger of patches (each file says what, why, upstream, versions, and when it can go):
+
+* ``mtp_head``: a clear refusal of speculation without an MTP head.
 """

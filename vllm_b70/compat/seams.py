@@ -98,6 +98,12 @@ SEAMS: dict[str, Seam] = {
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
         "layers.cpu_attention cuts a batch into calls that depend on positions alone",
     ),
+    "speculative_config": Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        ("self", "target_model_config", "target_parallel_config"),
+        "compat.mtp_head checks for an MTP head first",
+    ),
     "attention_metadata": Seam(
         "vllm.v1.attention.backend",
         "CommonAttentionMetadata",

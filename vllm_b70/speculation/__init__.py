@@ -1,0 +1,1 @@
+"""Speculative decoding: the schedule of draft depths by batch size."""
