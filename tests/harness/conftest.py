@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,13 +38,6 @@ def fake() -> Iterator[Callable[..., FakeServer]]:
 def console() -> Console:
     """A console whose text is in ``console.file.getvalue()``."""
     return Console(file=io.StringIO(), width=200, force_terminal=False)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The plain one-card command for RedHatAI's 9B. Nothing here is a special launcher: with the plugin
+# installed, VLLM_B70=1 and `vllm serve` are all there is.
+#
+# What has been run: this command on vLLM's CPU build with tiny checkpoints of the same form
+# (examples/quickstart.sh). What has not: this model itself, and any XPU. On an XPU this version
+# refuses to start with VLLM_B70=1, because its exact route covers the CPU so far.
+set -euo pipefail
+export VLLM_B70=1
+exec vllm serve "${MODEL:-RedHatAI/Qwen3.5-9B-quantized.w4a16}" \
+  --language-model-only \
+  --max-model-len 8192 \
+  --max-num-seqs 32 \
+  --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}' \
+  "$@"

@@ -1,0 +1,57 @@
+"""Our scheduler classes: both vLLM schedulers get the grid, and the trace tells prompt from decode."""
+
+import json
+import types
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_b70.scheduling.scheduler import AsyncChunkGridScheduler, ChunkGridScheduler
+from vllm_b70.scheduling.step_trace import StepTrace
+
+CLASSES = [(ChunkGridScheduler, Scheduler), (AsyncChunkGridScheduler, AsyncScheduler)]
+
+
+def bare(cls):
+    scheduler = object.__new__(cls)
+    scheduler._cuts, scheduler._trace, scheduler.requests = 0, None, {}
+    return scheduler
+
+
+def request(computed, prompt):
+    return types.SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES)
+def test_the_hook_of_vllm_is_the_grid(cls, base):
+    assert issubclass(cls, base)
+    scheduler = bare(cls)
+    assert scheduler._mamba_block_aligned_split(request(0, 500), 200) == 192
+    assert scheduler._mamba_block_aligned_split(request(64, 500), 100, 0, 0) == 64
+    assert scheduler._mamba_block_aligned_split(request(0, 500), 200, 64, 0) == 192
+    assert scheduler._mamba_block_aligned_split(request(500, 500), 4) == 4
+    assert scheduler._cuts == 3
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES)
+def test_a_step_is_recorded_as_it_was_scheduled(cls, base, monkeypatch, tmp_path):
+    scheduler = bare(cls)
+    scheduler._trace, scheduler._cuts = StepTrace(tmp_path / "trace"), 1
+    # vLLM has advanced num_computed_tokens by the time schedule() returns.
+    scheduler.requests = {"a": request(192, 500), "b": request(14, 10), "c": request(11, 10)}
+    output = types.SimpleNamespace(
+        num_scheduled_tokens={"a": 64, "b": 4, "c": 1}, preempted_req_ids={"d"}
+    )
+    monkeypatch.setattr(base, "schedule", lambda self, throttle_prefills=False: output)
+    assert scheduler.schedule() is output and scheduler._cuts == 0
+    assert json.loads((tmp_path / "trace").read_text()) == {
+        "step": 0,
+        "requests": 3,
+        "prompt_tokens": 64,
+        "widths": {"1": 1, "4": 1},
+        "preempted": 1,
+        "cuts": 1,
+    }
