@@ -9,6 +9,8 @@ make_environment cpu,dev
 ruff check .
 mypy
 pytest -m "not e2e" -n 2
+# Triton reads this when it is first imported, so the kernels have a process of their own.
+TRITON_INTERPRET=1 pytest tests/kernels -n 2
 if [ "${1:-}" != "--unit" ]; then
   pytest -m e2e
 fi

@@ -13,7 +13,7 @@ from vllm.model_executor.parameter import (
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.checkpoints import pack
-from vllm_b70.layers.int4_linear import RowInvariantInt4LinearKernel
+from vllm_b70.layers.int4_linear import CpuInt4LinearKernel
 from vllm_b70.reference.int4_linear import int4_linear as reference
 
 
@@ -83,7 +83,7 @@ def expected(weight, x, bias=None):
 
 
 def run(layer, names, c, x, bias=None):
-    kernel = RowInvariantInt4LinearKernel(c, *names)
+    kernel = CpuInt4LinearKernel(c, *names)
     kernel.process_weights_after_loading(layer)
     return kernel.apply_weights(layer, x, bias)
 
@@ -155,5 +155,5 @@ def test_what_it_cannot_implement_it_says(change, reason):
     c = config(128, 64, 32, True)
     for name, value in change.items():
         setattr(c, name, value)
-    can, why = RowInvariantInt4LinearKernel.can_implement(c)
+    can, why = CpuInt4LinearKernel.can_implement(c)
     assert not can and reason in why

@@ -1,12 +1,13 @@
-"""vLLM's mixed-precision linear kernel over ``ops.int4_linear``.
+"""vLLM's mixed-precision linear kernels over our ops: one for the CPU, one for CUDA and XPU.
 
-One class for both checkpoint layouts: what a dimension of a parameter means is read from the
-parameter (``input_dim``, ``output_dim``, ``packed_dim``), never guessed from its shape.
+Both read both checkpoint layouts: what a dimension of a parameter means is read from the parameter
+(``input_dim``, ``output_dim``, ``packed_dim``), never guessed from its shape.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, register_linear_kernel
@@ -15,9 +16,11 @@ from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.compat.seams import require
-from vllm_b70.ops.int4_linear import pack_int4
+from vllm_b70.ops import int4_gemm, int4_linear, int4_words
 
 require("mp_kernel_config")
+
+NIBBLES = 8  # 4-bit values in an int32
 
 
 def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
@@ -27,7 +30,7 @@ def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
         uint8, ``dim`` 8 times as long.
     """
     words = packed.movedim(dim, -1)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2).movedim(-1, dim)
 
 
@@ -36,10 +39,43 @@ def inputs_first(tensor: torch.Tensor, output_dim: int) -> torch.Tensor:
     return tensor if output_dim == 1 else tensor.t()
 
 
-class RowInvariantInt4LinearKernel(MPLinearKernel):
-    """W4A16 linear in one order of addition for every row count."""
+class PackedWeight:
+    """The 4-bit values of a layer's checkpoint parameter, read a slice of K at a time."""
 
-    op = "int4_linear"
+    def __init__(self, parameter: Any, depth: int, columns: int) -> None:
+        self._data = parameter.data
+        self._input_dim, self._output_dim = parameter.input_dim, parameter.output_dim
+        self._packed_dim = parameter.packed_dim
+        self.depth, self.columns = depth, columns
+        if self._packed_dim != self._input_dim:
+            raise ValueError("the weight's values are packed along its outputs, not its inputs")
+        shape = [0, 0]
+        shape[self._input_dim], shape[self._output_dim] = -(-depth // NIBBLES), columns
+        if list(self._data.shape) != shape:
+            raise ValueError(
+                f"the packed weight is {(*self._data.shape,)}, but K={depth} and N={columns} need "
+                f"{(*shape,)}: the checkpoint's shapes contradict its configuration."
+            )
+
+    def to_host(self) -> PackedWeight:
+        """Move the packed values to the host, so that the device holds one copy at a time."""
+        self._data = self._data.cpu()
+        return self
+
+    def values(self, first: int, last: int) -> torch.Tensor:
+        """Rows first to last of K as integers 0..15, [last - first, N]; first is a multiple of 8."""
+        words = self._data.narrow(
+            self._input_dim, first // NIBBLES, -(-last // NIBBLES) - first // NIBBLES
+        )
+        q = inputs_first(unpack_nibbles(words, self._packed_dim), self._output_dim)
+        return q[: last - first]
+
+
+class RowInvariantInt4LinearKernel(MPLinearKernel):
+    """What both devices share: reading the checkpoint's layout."""
+
+    #: Group sizes that the device's kernel covers, or None for any.
+    groups: tuple[int, ...] | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -54,13 +90,13 @@ class RowInvariantInt4LinearKernel(MPLinearKernel):
         depth = c.partition_weight_shape[0]
         if c.group_size != -1 and (c.group_size < 1 or depth % c.group_size):
             return False, f"group size {c.group_size} does not divide K={depth}"
+        if cls.groups is not None and c.group_size not in (-1, *cls.groups):
+            return False, f"group size {c.group_size} is not covered, only {cls.groups} and -1"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         depth, columns = self.config.partition_weight_shape
-        packed = getattr(layer, self.w_q_name)
-        q = unpack_nibbles(packed.data, packed.packed_dim)
-        q = inputs_first(q, packed.output_dim)[:depth]
+        weight = PackedWeight(getattr(layer, self.w_q_name), depth, columns)
         scales = getattr(layer, self.w_s_name)
         scale = inputs_first(scales.data, scales.output_dim)
         zero = None
@@ -69,54 +105,127 @@ class RowInvariantInt4LinearKernel(MPLinearKernel):
             zeros = getattr(layer, self.w_zp_name)
             zero = unpack_nibbles(zeros.data, zeros.packed_dim)
             zero = inputs_first(zero, zeros.output_dim)[:, :columns].contiguous()
-        if q.shape != (depth, columns):
-            raise ValueError(
-                f"{self.w_q_name} unpacks to {(*q.shape,)}, but the layer is {(depth, columns)}: "
-                "the checkpoint's shapes contradict its configuration."
-            )
-        # Buffers, and the checkpoint's own parameters dropped: the layouts are not compatible.
+        # The checkpoint's own parameters go: the layouts are not compatible.
         for name in (self.w_q_name, self.w_s_name, self.w_zp_name):
             if name is not None and hasattr(layer, name):
                 delattr(layer, name)
-        layer.register_buffer("b70_weight", pack_int4(q), persistent=False)
-        layer.register_buffer("b70_scale", scale.float().contiguous(), persistent=False)
-        layer.register_buffer("b70_zero", zero, persistent=False)
-        self.group_size = depth if self.config.group_size == -1 else self.config.group_size
+        group_size = depth if self.config.group_size == -1 else self.config.group_size
+        self.pack(layer, weight, scale, zero, group_size)
+
+    def pack(
+        self,
+        layer: torch.nn.Module,
+        weight: PackedWeight,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+    ) -> None:
+        """Register the device's form of the weight on ``layer``.
+
+        Args:
+            layer: Gets buffers that no checkpoint holds.
+            weight: The 4-bit values.
+            scale: [K / group_size, N].
+            zero: [K / group_size, N] uint8 or None.
+            group_size: Values of k that share a scale.
+        """
+        raise NotImplementedError
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        op = getattr(torch.ops.vllm_b70, self.op)
-        y = op(
-            x.reshape(-1, x.shape[-1]),
-            layer.b70_weight,
-            layer.b70_scale,
-            layer.b70_zero,
-            bias,
-            self.group_size,
-        )
+        y = self.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[M, K] to [M, N]."""
+        raise NotImplementedError
 
-class NaiveInt4LinearKernel(RowInvariantInt4LinearKernel):
+
+class CpuInt4LinearKernel(RowInvariantInt4LinearKernel):
+    """W4A16 on the CPU."""
+
+    op = "int4_linear"
+
+    def pack(
+        self,
+        layer: torch.nn.Module,
+        weight: PackedWeight,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+    ) -> None:
+        q = weight.values(0, weight.depth)
+        layer.register_buffer("b70_weight", int4_linear.pack_int4(q), persistent=False)
+        layer.register_buffer("b70_scale", scale.float().contiguous(), persistent=False)
+        layer.register_buffer("b70_zero", zero, persistent=False)
+        self.group_size = group_size
+
+    def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        op = getattr(torch.ops.vllm_b70, self.op)
+        y: torch.Tensor = op(
+            x, layer.b70_weight, layer.b70_scale, layer.b70_zero, bias, self.group_size
+        )
+        return y
+
+
+class NaiveInt4LinearKernel(CpuInt4LinearKernel):
     """The control: BLAS over dequantised weights (``VLLM_B70_LINEAR=naive``)."""
 
     op = "int4_linear_naive"
 
 
-def register(linear: str) -> None:
-    """Make our kernel the one vLLM picks for 4-bit weights on the CPU.
+class GpuInt4LinearKernel(RowInvariantInt4LinearKernel):
+    """W4A16 on CUDA and XPU, in Triton."""
 
-    vLLM appends to its list and picks the first that fits, so the others are switched off through
+    groups = int4_words.GROUPS
+
+    def pack(
+        self,
+        layer: torch.nn.Module,
+        weight: PackedWeight,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+    ) -> None:
+        weight.to_host()
+        packed = int4_words.pack_words(
+            weight.values, weight.depth, weight.columns, scale, zero, group_size,
+            self.config.act_type,
+        )  # fmt: skip
+        done = torch.zeros(
+            int4_gemm.counters(weight.columns), dtype=torch.int32, device=scale.device
+        )
+        layer.register_buffer("b70_words", packed.words, persistent=False)
+        layer.register_buffer("b70_scale", packed.scale, persistent=False)
+        layer.register_buffer("b70_offset", packed.offset, persistent=False)
+        layer.register_buffer("b70_done", done, persistent=False)
+        self.columns, self.group = packed.columns, packed.group
+
+    def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.vllm_b70.int4_gemm(
+            x, layer.b70_words, layer.b70_scale, layer.b70_offset, bias, layer.b70_done,
+            self.columns, self.group, 0,
+        )  # fmt: skip
+        return y
+
+
+def register(linear: str) -> None:
+    """Make our kernels the ones vLLM picks for 4-bit weights.
+
+    vLLM appends to its lists and picks the first that fits, so the others are switched off through
     its own variable, VLLM_DISABLED_KERNELS.
 
     Args:
         linear: ``exact`` or ``naive``.
     """
-    kernel = NaiveInt4LinearKernel if linear == "naive" else RowInvariantInt4LinearKernel
-    stock = [k.__name__ for k in _POSSIBLE_KERNELS[PlatformEnum.CPU]]
-    register_linear_kernel(kernel, PlatformEnum.CPU, "mp")
+    ours = {
+        PlatformEnum.CPU: NaiveInt4LinearKernel if linear == "naive" else CpuInt4LinearKernel,
+        PlatformEnum.CUDA: GpuInt4LinearKernel,
+        PlatformEnum.XPU: GpuInt4LinearKernel,
+    }
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(
-        dict.fromkeys(name for name in [*disabled, *stock] if name)
-    )
+    for platform, kernel in ours.items():
+        disabled += [k.__name__ for k in _POSSIBLE_KERNELS.get(platform, [])]
+        register_linear_kernel(kernel, platform, "mp")
+    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(dict.fromkeys(name for name in disabled if name))

@@ -10,17 +10,24 @@ NAMESPACE = "vllm_b70"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def define(schema: str, implementation: Callable[..., object], fake: Callable[..., object]) -> None:
-    """Define an op with one implementation for the CPU.
+def define(
+    schema: str,
+    implementation: Callable[..., object],
+    fake: Callable[..., object],
+    devices: tuple[str, ...] = ("CPU",),
+) -> None:
+    """Define an op with one implementation.
 
     Args:
         schema: The op's schema, name included.
         implementation: Runs on real tensors.
         fake: Gives the results' shapes and dtypes to torch.compile.
+        devices: Dispatch keys for which the implementation serves.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, implementation, "CPU")
+    for device in devices:
+        _library.impl(name, implementation, device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 

@@ -1,8 +1,12 @@
 """W4A16 linear: the one INT4 arithmetic, written out.
 
-    part[m, n] = sum over k of a group, ascending, of (q[k, n] - z[n]) * x[m, k]     fp32
-    y[m, n]    = sum over groups, ascending, of part[m, n] * scale[n]                fp32
-    out        = round(y + bias)                                                     once
+    group[m, n] = sum over k of a group, ascending, of (q[k, n] - z[n]) * x[m, k]     fp32
+    part[m, n]  = sum over the groups of a part, ascending, of group[m, n] * scale[n] fp32
+    y[m, n]     = sum over the parts, ascending                                       fp32
+    out         = round(y + bias)                                                     once
+
+The K partition, the number of parts, belongs to the weight: the CPU uses one part, a GPU as many as
+its table says for the weight's shape. It never follows the row count.
 
 The product of a 4-bit integer and a 16-bit float is exact in fp32, so whether it is fused with the
 addition cannot show. The multiplication by the scale and the addition that follows are two
@@ -21,6 +25,7 @@ def int4_linear(
     zero: torch.Tensor | None,
     bias: torch.Tensor | None,
     group_size: int,
+    parts: int = 1,
 ) -> torch.Tensor:
     """Linear layer over 4-bit weights.
 
@@ -31,19 +36,25 @@ def int4_linear(
         zero: [K / group_size, N] uint8 zero points, or None for the symmetric 8.
         bias: [N] or None; added in fp32 before the one rounding.
         group_size: Values of k that share a scale; it divides K.
+        parts: The K partition: part i holds the groups from i * groups // parts on.
 
     Returns:
         [M, N] in the dtype of ``x``.
     """
     rows, depth = x.shape
     x32 = x.float()
-    out = torch.zeros(rows, q.shape[1], dtype=torch.float32)
-    for group in range(depth // group_size):
-        zeros = zero[group].float() if zero is not None else torch.tensor(8.0)
-        part = torch.zeros_like(out)
-        for k in range(group * group_size, (group + 1) * group_size):
-            part = part + x32[:, k, None] * (q[k].float() - zeros)
-        out = out + part * scale[group].float()
+    groups = depth // group_size
+    out = None
+    for part in range(parts):
+        acc = torch.zeros(rows, q.shape[1], dtype=torch.float32)
+        for group in range(part * groups // parts, (part + 1) * groups // parts):
+            zeros = zero[group].float() if zero is not None else torch.tensor(8.0)
+            total = torch.zeros_like(acc)
+            for k in range(group * group_size, (group + 1) * group_size):
+                total = total + x32[:, k, None] * (q[k].float() - zeros)
+            acc = acc + total * scale[group].float()
+        out = acc if out is None else out + acc
+    assert out is not None
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)

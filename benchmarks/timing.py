@@ -1,0 +1,60 @@
+"""Timing by CUDA-graph replay, with weights rotated past the last-level cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+#: Bytes between two uses of one weight: more than twice the L2 of an H200.
+ROTATION = 160 * 2**20
+
+
+def copies(weight_bytes: int) -> int:
+    """How many copies of a weight to rotate, at most 24."""
+    return max(2, min(24, -(-ROTATION // weight_bytes)))
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
+    """Median microseconds of one call, over replays of a graph that holds all calls in turn.
+
+    Args:
+        calls: The same work on different weights.
+        replays: Replays that are timed, after three that are not.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    repeat = max(1, 12 // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            for call in calls:
+                call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (repeat * len(calls)))
+    return statistics.median(times)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can change a figure."""
+    found = {"torch": torch.__version__}
+    for name in ("triton", "vllm", "humming-kernels", "conch-triton-kernels"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,43 @@
+"""Kernels run in Triton's interpreter here; scripts/test.sh sets TRITON_INTERPRET=1 for this folder."""
+
+import os
+
+import numpy as np
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def ordered_dot(monkeypatch):
+    """Replace two things of the interpreter that no GPU does: a dot by BLAS, which is not invariant
+    to the row count, and a conversion to bfloat16 that cuts off instead of rounding."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    handle = interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    convert = builder.create_fp_trunc
+
+    def widen(tensor):
+        if tensor.dtype.scalar == tl.bfloat16:
+            return (tensor.data.astype(np.uint32) << 16).view(np.float32)
+        return tensor.data.astype(np.float32)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        left, right, total = widen(a), widen(b), d.data.astype(np.float32)
+        for k in range(left.shape[1]):
+            total = total + left[:, k, None] * right[None, k, :]
+        return handle(total, d.dtype.scalar)
+
+    def create_fp_trunc(self, source, kind):
+        if kind.scalar != tl.bfloat16 or source.dtype.scalar != tl.float32:
+            return convert(self, source, kind)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = np.isnan(source.data)
+        return handle(np.where(nan, 0x7FC0, rounded).astype(np.uint16), kind.scalar)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+    monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)

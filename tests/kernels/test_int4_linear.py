@@ -1,0 +1,97 @@
+"""The INT4 kernel in the interpreter: every tier and tile equals the reference, bit for bit."""
+
+import pytest
+import torch
+
+from vllm_b70.ops.int4_gemm import counters, launch
+from vllm_b70.ops.int4_words import pack_words
+from vllm_b70.ops.tiles import Tile
+from vllm_b70.reference.int4_linear import int4_linear as reference
+
+
+class Weight:
+    """A random weight in the kernel's form and in the reference's."""
+
+    def __init__(self, depth, columns, group_size, symmetric, dtype, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        groups = depth // group_size
+        self.q = torch.randint(0, 16, (depth, columns), generator=generator)
+        self.scale = (torch.rand(groups, columns, generator=generator) * 0.1).to(dtype)
+        self.zero = None
+        if not symmetric:
+            self.zero = torch.randint(0, 16, (groups, columns), generator=generator)
+        self.packed = pack_words(
+            lambda a, b: self.q[a:b], depth, columns, self.scale, self.zero, group_size, dtype
+        )
+        self.bias = torch.randn(columns, generator=generator).to(dtype)
+
+    def run(self, x, tile, parts, bias=None, done=None):
+        w = self.packed
+        out = torch.full((x.shape[0], w.columns), float("nan"), dtype=x.dtype)
+        done = torch.zeros(counters(w.columns), dtype=torch.int32) if done is None else done
+        launch(x, w.words, w.scale, w.offset, bias, done, out, w.group, parts, tile, ptx=False)
+        assert not done.any(), "the counters are left as they were found"
+        return out
+
+    def reference(self, x, parts, bias=None):
+        """With one scale a column, the groups of the arithmetic are 128 values of k."""
+        repeat = self.packed.words.shape[0] if self.scale.shape[0] == 1 else None
+        scale, zero, q = self.scale, self.zero, self.q
+        if repeat is not None:
+            pad = repeat * self.packed.group - q.shape[0]
+            scale = scale.expand(repeat, -1)
+            zero = None if zero is None else zero.expand(repeat, -1)
+            q = torch.nn.functional.pad(q, (0, 0, 0, pad))
+            x = torch.nn.functional.pad(x, (0, pad))
+        zero = None if zero is None else zero.to(torch.uint8)
+        return reference(x, q.to(torch.uint8), scale, zero, bias, self.packed.group, parts)
+
+
+def rows(count, depth, dtype, seed=1):
+    return torch.randn(count, depth, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+TILES = [
+    Tile("split", 64, 16, 4, 2),
+    Tile("split", 128, 8, 4, 2),
+    Tile("walk", 64, 16, 4, 2),
+    Tile("walk", 128, 32, 8, 3),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("depth", "columns", "group_size", "parts"),
+    [(256, 64, 128, 1), (384, 70, 128, 2), (256, 130, 32, 3), (192, 64, 64, 3), (99, 65, 99, 1)],
+)
+def test_equals_the_reference(depth, columns, group_size, parts, symmetric, dtype, tile):
+    weight = Weight(depth, columns, group_size, symmetric, dtype)
+    x = rows(9, depth, dtype)
+    got = weight.run(x, tile, parts, weight.bias)
+    assert torch.equal(got, weight.reference(x, parts, weight.bias))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_c1_rows_tiles_and_neighbours(parts):
+    weight = Weight(384, 64, 128, False, torch.float16)
+    x = rows(40, 384, torch.float16)
+    alone = torch.cat([weight.run(x[i : i + 1], TILES[0], parts) for i in range(40)])
+    for count in (2, 15, 16, 17, 33, 40):
+        for tile in TILES:
+            assert torch.equal(weight.run(x[:count], tile, parts), alone[:count])
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(weight.run(x[order].contiguous(), TILES[2], parts), alone[order])
+    poisoned = torch.full((64, 384), float("nan"), dtype=torch.float16)
+    poisoned[1::2] = float("inf")
+    poisoned[3:43] = x
+    for tile in TILES:
+        assert torch.equal(weight.run(poisoned, tile, parts)[3:43], alone)
+
+
+def test_the_partition_is_part_of_the_arithmetic():
+    """Were it not, equality over the tiers would show nothing about it."""
+    weight = Weight(1024, 64, 32, True, torch.float16)
+    x = rows(16, 1024, torch.float16)
+    assert not torch.equal(weight.run(x, TILES[0], 1), weight.run(x, TILES[0], 4))

@@ -1,0 +1,191 @@
+"""``torch.ops.vllm_b70.int4_gemm``: the W4A16 linear layer on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_b70.ops import library, tiles
+from vllm_b70.ops.int4_words import Int4Words
+
+OP = "int4_linear"
+#: Bytes of workspace that no call exceeds; a tile whose parts would need more walks them instead.
+WORKSPACE = 64 * 2**20
+#: Smallest tile of a kernel that counts finished parts.
+LEAST_BN, LEAST_BM = 64, 8
+
+
+def counters(columns: int) -> int:
+    """Size of the ``done`` buffer of a weight: int32 zeros that the kernel leaves zero.
+
+    Calls on one weight share it, so they must not overlap in time (one stream does that).
+    """
+    # Row tiles are bounded by the workspace: PARTS * M * N * 4 bytes, PARTS at least 2.
+    return -(-columns // LEAST_BN) * max(1, WORKSPACE // (8 * columns) // LEAST_BM + 1)
+
+
+def launch(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    out: torch.Tensor,
+    group: int,
+    parts: int,
+    tile: tiles.Tile,
+    ptx: bool,
+) -> None:
+    """Run one tile choice; what ``int4_gemm`` does after choosing, and what the benchmark times.
+
+    Args:
+        x: [M, K], contiguous.
+        words, scale, offset, group: As in ``Int4Words``.
+        bias: [N] or None.
+        done: From ``counters``.
+        out: [M, N], filled.
+        parts: The K partition.
+        tile: The launch.
+        ptx: Use the packed PTX instructions instead of plain Triton; the same values.
+    """
+    from vllm_b70.kernels import int4_linear as kernels
+
+    rows, depth = x.shape
+    columns = out.shape[1]
+    groups, padded, _ = words.shape
+    row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
+    constants = dict(
+        PARTS=parts,
+        GROUP=group,
+        BN=tile.bn,
+        BM=tile.bm,
+        FP16=x.dtype == torch.float16,
+        ASYMMETRIC=offset is not None,
+        BIAS=bias is not None,
+        EVEN_N=padded % tile.bn == 0,
+        EVEN_K=depth % group == 0,
+        PTX=ptx,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+    offsets = words if offset is None else offset
+    biases = scale if bias is None else bias
+    if tile.kernel == "split":
+        partial = torch.empty(
+            parts * rows * columns if parts > 1 else 1, dtype=torch.float32, device=x.device
+        )
+        kernels.split[(column_tiles, parts, row_tiles)](
+            x, words, scale, offsets, biases, partial, done, out,
+            rows, columns, padded, depth, groups, **constants,
+        )  # fmt: skip
+    else:
+        kernels.walk[(row_tiles, column_tiles)](
+            x, words, scale, offsets, biases, out,
+            rows, columns, padded, depth, groups, **constants,
+        )  # fmt: skip
+
+
+def int4_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    columns: int,
+    group: int,
+    parts: int,
+) -> torch.Tensor:
+    """W4A16 linear whose row m depends on row m of ``x``, the weights and ``parts`` alone.
+
+    Args:
+        x: [M, K] bf16 or fp16.
+        words, scale, offset: As in ``Int4Words``.
+        bias: [N] or None.
+        done: int32 zeros, from ``counters``; zero again afterwards.
+        columns: N.
+        group: Values of k that share a scale.
+        parts: The K partition; 0 takes the table's.
+
+    Returns:
+        [M, N] in the dtype of ``x``; the arithmetic is in ``reference.int4_linear``.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    _check(x, words, scale, offset, bias, columns, group)
+    rows, depth = x.shape
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    plan = tiles.plan(OP, tiles.family(x.device), columns, depth, words.shape[0])
+    parts = parts or plan.parts
+    tile = plan.tile(rows)
+    if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
+        tile = tiles.Tile("walk", tile.bn, tile.bm, tile.warps, tile.stages)
+    launch(
+        x.contiguous(), words, scale, offset, bias, done, out, group, parts, tile,
+        ptx=x.device.type == "cuda",
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    columns: int,
+    group: int,
+) -> None:
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    groups, padded = -(-x.shape[1] // group), -(-columns // 64) * 64
+    if words.dtype != torch.int32 or words.shape != (groups, padded, group // 8):
+        raise ValueError(
+            f"words must be int32 {(groups, padded, group // 8)}, "
+            f"not {words.dtype} {(*words.shape,)}"
+        )
+    if scale.dtype != x.dtype or scale.shape != (groups, padded):
+        raise ValueError(
+            f"scale must be {x.dtype} {(groups, padded)}, not {scale.dtype} {(*scale.shape,)}"
+        )
+    if offset is not None and (offset.dtype != torch.int32 or offset.shape != scale.shape):
+        raise ValueError(f"offset must be int32 {(*scale.shape,)}, not {(*offset.shape,)}")
+    if bias is not None and bias.shape != (columns,):
+        raise ValueError(f"bias must be [{columns}], not {(*bias.shape,)}")
+
+
+def apply(
+    x: torch.Tensor, weight: Int4Words, bias: torch.Tensor | None, done: torch.Tensor, parts: int
+) -> torch.Tensor:
+    """``int4_gemm`` on a packed weight."""
+    return int4_gemm(
+        x, weight.words, weight.scale, weight.offset, bias, done,
+        weight.columns, weight.group, parts,
+    )  # fmt: skip
+
+
+def _fake(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    columns: int,
+    group: int,
+    parts: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], columns))
+
+
+library.define(
+    "int4_gemm(Tensor x, Tensor words, Tensor scale, Tensor? offset, Tensor? bias, "
+    "Tensor(a!) done, int columns, int group, int parts) -> Tensor",
+    int4_gemm,
+    _fake,
+    devices=("CUDA", "XPU", "CPU"),
+)

@@ -1,0 +1,104 @@
+"""Which kernel, tile, warps and stages serve a row count: data, made offline by the benchmark.
+
+Nothing here can change a result except ``parts``, the K partition, and that is a function of the
+device family and the weight's shape alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to launch a GEMM.
+
+    Attributes:
+        kernel: ``split`` or ``walk``.
+        bn: Columns of a tile.
+        bm: Rows of a tile.
+        warps: Warps of a program.
+        stages: Loads in flight.
+    """
+
+    kernel: str
+    bn: int
+    bm: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one weight is multiplied.
+
+    Attributes:
+        parts: The K partition.
+        tiles: For row counts up to each bound, the tile; the last serves all above it.
+    """
+
+    parts: int
+    tiles: tuple[tuple[int, Tile], ...]
+
+    def tile(self, rows: int) -> Tile:
+        """The tile for a row count."""
+        for bound, tile in self.tiles:
+            if rows <= bound:
+                return tile
+        return self.tiles[-1][1]
+
+
+def family(device: torch.device) -> str:
+    """The device family that tables are keyed by."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-sm{major}{minor}"
+    return device.type
+
+
+@functools.cache
+def _table(op: str) -> dict[str, Any]:
+    text = resources.files("vllm_b70.ops").joinpath(f"{op}.tiles.json").read_text()
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _plan(entry: dict[str, Any]) -> Plan:
+    tiles = tuple(
+        (t["rows"], Tile(t["kernel"], t["bn"], t["bm"], t["warps"], t["stages"]))
+        for t in entry["tiles"]
+    )
+    return Plan(entry["parts"], tiles)
+
+
+@functools.cache
+def plan(op: str, device_family: str, columns: int, depth: int, groups: int) -> Plan:
+    """The plan of a weight.
+
+    Args:
+        op: Name of the op whose table to read.
+        device_family: From ``family``.
+        columns: N.
+        depth: K.
+        groups: Groups along K; no plan has more parts than that.
+
+    Returns:
+        The table's plan for this shape, else the default of the family, else that of unknown
+        devices, with parts chosen from the shape.
+    """
+    table = _table(op)
+    shapes = table.get(device_family, table["default"])
+    entry = shapes.get(f"{columns}x{depth}")
+    if entry is None:
+        entry = dict(shapes.get("default", table["default"]["default"]))
+        # Enough programs for a large device at one row, and at least 8 groups for each.
+        wanted = -(-256 * 64 // columns)
+        entry["parts"] = max(1, min(8, wanted, groups // 8))
+    found = _plan(entry)
+    return Plan(max(1, min(found.parts, groups)), found.tiles)
