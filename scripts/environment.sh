@@ -3,8 +3,8 @@
 
 make_environment() { # extras
   local venv="${VENV:-.venv}" python="${PYTHON:-python3}"
-  if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'; then
-    echo "$python is not Python 3.10 to 3.13: set PYTHON to one that is." >&2
+  if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+    echo "$python is not Python 3.11 to 3.13: set PYTHON to one that is." >&2
     exit 2
   fi
   if [ ! -x "$venv/bin/python" ]; then

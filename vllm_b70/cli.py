@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ for command in harness_app.registered_commands:
     app.registered_commands.append(command)
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """How the weights are stored."""
 
     ct = "ct"
@@ -27,7 +27,7 @@ class Format(str, Enum):
     bf16 = "bf16"
 
 
-class Shape(str, Enum):
+class Shape(StrEnum):
     """Which model's proportions and quantised modules."""
 
     small = "9b"

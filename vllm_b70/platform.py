@@ -18,7 +18,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_b70 import plugin
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head
-from vllm_b70.scheduling.chunk_grid import GRID, least_batched_tokens
+from vllm_b70.chunk_grid import GRID, least_batched_tokens
+from vllm_b70.settings import current
 from vllm_b70.speculation.schedule import check_schedule
 
 if TYPE_CHECKING:
@@ -113,6 +114,12 @@ def check_choices(config: VllmConfig) -> None:
                 "the exact route on the CPU covers one worker",
                 "leave it at 1",
             )
+    if cache.mamba_cache_dtype not in ("auto", "bfloat16"):
+        _refuse(
+            f"--mamba-cache-dtype {cache.mamba_cache_dtype}",
+            "the convolution's history must hold the inputs as they are",
+            "leave it at auto",
+        )
     if config.use_v2_model_runner:
         _refuse(
             "the V2 model runner",
@@ -127,9 +134,8 @@ def check_choices(config: VllmConfig) -> None:
         )
     _check_scheduler(config)
     _check_dtype(config)
+    _check_model(config)
     _check_speculation(config)
-    if config.model_config is not None and Path(config.model_config.model).is_dir():
-        check_checkpoint(Path(config.model_config.model))
 
 
 def _check_scheduler(config: VllmConfig) -> None:
@@ -149,13 +155,53 @@ def _check_scheduler(config: VllmConfig) -> None:
         )
     depth = _max_draft_depth(config)
     least = least_batched_tokens(scheduler.max_num_seqs, depth)
-    if scheduler.max_num_batched_tokens < least:
+    for setting, budget in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", getattr(scheduler, "max_num_scheduled_tokens", None)),
+    ):
+        if budget is not None and budget < least:
+            _refuse(
+                f"{setting} {budget}",
+                f"beside {scheduler.max_num_seqs} sequences with {depth} drafts each, a prompt "
+                f"chunk of {GRID} tokens needs a budget of {least}",
+                f"raise it to {least} or lower --max-num-seqs",
+            )
+
+
+#: What the layers were written for and tested with.
+ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin")
+
+
+def _check_model(config: VllmConfig) -> None:
+    model = config.model_config
+    if model is None:
+        return
+    if not set(model.architectures) & set(ARCHITECTURES):
         _refuse(
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}",
-            f"beside {scheduler.max_num_seqs} sequences with {depth} drafts each, a prompt chunk "
-            f"of {GRID} tokens needs a budget of {least}",
-            f"raise it to {least} or lower --max-num-seqs",
+            f"a model of kind {', '.join(model.architectures)}",
+            f"the exact route covers {' and '.join(ARCHITECTURES)}",
+            "set VLLM_B70=0 for this model",
         )
+    if model.quantization not in QUANTIZATIONS:
+        _refuse(
+            f"--quantization {model.quantization}",
+            "only 4-bit compressed-tensors and GPTQ weights have an exact kernel",
+            "use such a checkpoint, or one that is not quantised",
+        )
+    folder = _folder(model.model, model.revision)
+    if folder is not None:
+        check_checkpoint(folder)
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """The checkpoint's folder: as given, or a hub id's snapshot if it is on disk already."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _check_dtype(config: VllmConfig) -> None:
@@ -184,6 +230,12 @@ def _check_speculation(config: VllmConfig) -> None:
             f"speculative method {speculative.method}",
             "the exact route covers the model's own MTP head",
             'use "method": "mtp"',
+        )
+    if getattr(speculative, "rejection_sample_method", "standard") != "standard":
+        _refuse(
+            f"rejection_sample_method {speculative.rejection_sample_method}",
+            "it accepts drafts that the model would not write",
+            "leave it out",
         )
     schedule = speculative.num_speculative_tokens_per_batch_size
     if schedule is not None:
@@ -249,7 +301,7 @@ class ExactPolicy:
         scheduler = config.scheduler_config
         mode = getattr(config.compilation_config.mode, "name", "NONE")
         return [
-            Row("linears", "row-invariant", "one order of addition for every row count"),
+            _linears(),
             Row("attention", "by position", "no split of the KV cache by idle threads"),
             Row("gated delta net", "by position", "prompt chunked, all else token by token"),
             Row(
@@ -270,6 +322,12 @@ class ExactPolicy:
         ]
 
 
+def _linears() -> Row:
+    if current().linear == "naive":
+        return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
+    return Row("linears", "row-invariant", "one order of addition for every row count")
+
+
 def _show(rows: list[Row]) -> None:
     """Log the table once, in the process that the user started."""
     global _shown
@@ -280,7 +338,8 @@ def _show(rows: list[Row]) -> None:
     lines = [f"  {r.setting:<{widths[0]}}  {r.value:<{widths[1]}}  {r.why}" for r in rows]
     logger.info("vllm_b70: the deterministic route is on\n%s", "\n".join(lines))
     logger.info(
-        "vllm_b70: served but not guaranteed: sampling under speculation, images, LoRA adapters"
+        "vllm_b70: served but not guaranteed: sampling under speculation, images, LoRA adapters, "
+        "prompt_logprobs"
     )
 
 

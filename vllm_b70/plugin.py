@@ -7,7 +7,7 @@ plugin, so ``register`` is where a plugin that is on but cannot do its work stop
 
 from __future__ import annotations
 
-from vllm_b70.settings import SWITCHES, Settings, is_on
+from vllm_b70.settings import SWITCHES, current, is_on
 
 PLATFORM = "vllm_b70.platform.B70CpuPlatform"
 
@@ -53,10 +53,10 @@ def register() -> None:
     if "VLLM_B70" not in os.environ:
         return
     _register_names()
-    settings = Settings.from_env()
     global _registered
-    if not settings.enabled or _registered:
+    if not is_on() or _registered:
         return
+    settings = current()
 
     from vllm_b70.compat.versions import check_vllm_version
 
@@ -64,8 +64,9 @@ def register() -> None:
     _check_platform()
 
     from vllm_b70 import layers
-    from vllm_b70.compat import mtp_head
+    from vllm_b70.compat import mtp_head, seams
 
+    seams.require(*seams.SEAMS)
     mtp_head.apply()
     layers.register(settings)
     _registered = True

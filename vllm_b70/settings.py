@@ -5,6 +5,7 @@ Standard library only: this module is imported in every vLLM process, also where
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,12 @@ class Settings:
             if name in environ
         }
         return cls(**values)
+
+
+@functools.cache
+def current() -> Settings:
+    """The switches of this process, read at the first call."""
+    return Settings.from_env()
 
 
 def is_on(environ: Mapping[str, str] | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here; scripts/test.sh sets TRITON_INTERPRET=1 for this folder."""
+"""Kernels run in Triton's interpreter here: scripts/test.sh sets TRITON_INTERPRET=1."""
 
 import os
 

@@ -42,7 +42,7 @@ def make_layer(layout, depth):
     layer.head_k_dim = layer.head_v_dim = SIZE
     layer.conv_kernel_size = CONV
     layer.conv1d = types.SimpleNamespace(
-        weight=(random(CHANNELS, 1, CONV, seed=1) * 0.5).bfloat16()
+        bias=None, weight=(random(CHANNELS, 1, CONV, seed=1) * 0.5).bfloat16()
     )
     layer.A_log, layer.dt_bias = random(HV, seed=2), random(HV, seed=3)
     length = CONV - 1 + depth
@@ -185,7 +185,7 @@ def test_off_grid_chunks_would_differ_and_are_refused(layout):
     with pytest.raises(RuntimeError, match="position 100, which is not a multiple of 64"):
         step(layer, columns, (request, 100))
     # The control: without the check the chunks do give other bits.
-    plan = gdn.StepPlan(100, prompts=[gdn.PromptChunk(0, 100, 100, 1)])
+    plan = gdn.StepPlan(prompts=[gdn.PromptChunk(0, 100, 100, 1)])
     rows = [part[100:200] for part in request.inputs]
     got = gdn.run_prompt(layer, plan.prompts[0], *rows)
     assert not torch.equal(got, alone(70, 200, 201, layout)[100:200])
@@ -193,7 +193,6 @@ def test_off_grid_chunks_would_differ_and_are_refused(layout):
 
 def test_history_sources():
     plan = gdn.StepPlan(
-        3,
         rows=np.arange(3),
         starts=np.array([0, 1, 3]),
         read=np.array([4, 5]),

@@ -77,6 +77,26 @@ REFUSED = {
         {},
         "needs a budget of 192",
     ),
+    "scheduled tokens": (
+        {"max_num_scheduled_tokens": 32},
+        {},
+        "--max-num-scheduled-tokens 32",
+    ),
+    "conv history": ({"mamba_cache_dtype": "float16"}, {}, "--mamba-cache-dtype float16"),
+    "synthetic acceptance": (
+        {
+            "speculative_config": MTP
+            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+        },
+        {},
+        "synthetic",
+    ),
+    "another quantisation": ({"model": "BF16", "quantization": "fp8"}, {}, "--quantization fp8"),
+    "no mtp head by its old name": (
+        {"model": "NO_MTP", "speculative_config": MTP | {"method": "qwen3_5_mtp"}},
+        {},
+        "no MTP head",
+    ),
     "gapped schedule": (
         {
             "speculative_config": MTP
@@ -107,6 +127,7 @@ def results(tmp_path_factory):
     model = tmp_path_factory.mktemp("policy") / "model"
     make_tiny(model, format="ct", shape="9b")
     make_tiny(model.with_name("NO_MTP"), format="ct", shape="9b", mtp=False)
+    make_tiny(model.with_name("BF16"), format="bf16", shape="9b")
     shutil.copytree(model.with_name("NO_MTP"), model.with_name("LOST_MTP"))
     shutil.copy(model / "config.json", model.with_name("LOST_MTP"))
     shutil.copytree(model, model.with_name("DAMAGED"))

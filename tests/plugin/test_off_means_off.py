@@ -43,12 +43,15 @@ import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as gdn
 import vllm.v1.attention.backends.cpu_attn as attention
 import vllm.v1.attention.backends.gdn_attn as gdn_attention
 import vllm.v1.core.sched.scheduler as scheduler
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.layernorm import RMSNormGated
 import os
 
 def look():
     owners = [linear.ColumnParallelLinear, linear.UnquantizedLinearMethod, scheduler.Scheduler,
               gdn.QwenGatedDeltaNetAttention, attention.CPUAttentionBackend,
-              gdn_attention.GDNAttentionMetadataBuilder, type(current_platform)]
+              gdn_attention.GDNAttentionMetadataBuilder, EngineArgs, RMSNormGated,
+              type(current_platform)]
     seen = {(o.__qualname__, n): id(v) for o in owners for n, v in vars(o).items()}
     seen["oot"] = tuple(custom_op.op_registry_oot)
     seen["kernels"] = tuple(k.__name__ for ks in kernels._POSSIBLE_KERNELS.values() for k in ks)
@@ -60,6 +63,18 @@ vllm.plugins.load_general_plugins()
 after, names_after = look()
 print(type(current_platform).__module__, before == after, sorted(names_after - names))
 """
+
+
+def test_switched_on_the_same_look_sees_the_difference():
+    run = python("-c", ATTRIBUTES, VLLM_B70="1")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "vllm_b70.platform False" in run.stdout
+
+
+def test_off_reads_no_other_switch():
+    code = "import vllm.plugins as p; p.load_general_plugins(); print('loaded')"
+    run = python("-c", code, VLLM_B70="0", VLLM_B70_STEP_TRACE="/nonexistent/t")
+    assert "loaded" in run.stdout, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("value", [None, "0"])

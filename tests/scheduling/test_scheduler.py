@@ -1,4 +1,4 @@
-"""Our scheduler classes: both vLLM schedulers get the grid, and the trace tells prompt from decode."""
+"""Our scheduler classes: both vLLM schedulers get the grid; the trace tells prompt from decode."""
 
 import json
 import types
@@ -34,6 +34,24 @@ def test_the_hook_of_vllm_is_the_grid(cls, base):
     assert scheduler._mamba_block_aligned_split(request(0, 500), 200, 64, 0) == 192
     assert scheduler._mamba_block_aligned_split(request(500, 500), 4) == 4
     assert scheduler._cuts == 3
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES)
+def test_the_hook_is_switched_on_after_vllm_decided(cls, base, monkeypatch):
+    def init(self):
+        self.need_mamba_block_aligned_split = False
+
+    monkeypatch.setattr(base, "__init__", init)
+    assert cls().need_mamba_block_aligned_split is True
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES)
+def test_a_chunk_that_an_image_cut_short_is_put_on_the_grid(cls, base, monkeypatch):
+    monkeypatch.setattr(
+        base, "_try_schedule_encoder_inputs", lambda self, *a: ([1], 100, 7, [], [])
+    )
+    got = bare(cls)._try_schedule_encoder_inputs(request(64, 500), 64, 300, 10)
+    assert got == ([1], 64, 7, [], [])
 
 
 @pytest.mark.parametrize(("cls", "base"), CLASSES)

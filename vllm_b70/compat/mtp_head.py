@@ -26,7 +26,8 @@ def apply() -> None:
     ) -> Any:
         method = (self.speculative_config or {}).get("method") or self.spec_method
         layers = getattr(target_model_config.hf_text_config, "mtp_num_hidden_layers", None)
-        if method == "mtp" and layers == 0:
+        # vLLM still takes the names that it had for "mtp", one for each kind of model.
+        if (method == "mtp" or str(method).endswith("_mtp")) and layers == 0:
             raise ValueError(
                 f"VLLM_B70=1 cannot honour speculative decoding: the checkpoint "
                 f"{target_model_config.model} has mtp_num_hidden_layers 0, so there is no MTP head "

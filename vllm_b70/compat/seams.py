@@ -40,7 +40,13 @@ SEAMS: dict[str, Seam] = {
             "num_new_local_computed_tokens",
             "num_external_computed_tokens",
         ),
-        "scheduling.chunk_grid ends prompt chunks on the grid",
+        "scheduling.scheduler ends prompt chunks on the grid",
+    ),
+    "chunk_split_flag": Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.__init__",
+        (),
+        "scheduling.scheduler switches the split on",
     ),
     "schedule": Seam(
         "vllm.v1.core.sched.scheduler",
@@ -53,6 +59,50 @@ SEAMS: dict[str, Seam] = {
         "UnquantizedLinearMethod.apply",
         ("self", "layer", "x", "bias"),
         "layers.linear replaces the GEMM of 16-bit linears",
+    ),
+    "gated_norm": Seam(
+        "vllm.model_executor.layers.layernorm",
+        "RMSNormGated.forward_native",
+        ("self", "x", "z"),
+        "layers.norm replaces the gated norm",
+    ),
+    "encoder_inputs": Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._try_schedule_encoder_inputs",
+        (
+            "self",
+            "request",
+            "num_computed_tokens",
+            "num_new_tokens",
+            "encoder_compute_budget",
+            "shift_computed_tokens",
+        ),
+        "scheduling.scheduler keeps chunks that images cut short on the grid",
+    ),
+    "gdn_projection": Seam(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention._output_projection",
+        ("self", "core_attn_out", "z"),
+        "layers.gated_delta_net ends with it",
+    ),
+    "gdn_chunk_kernel": Seam(
+        "vllm._custom_ops",
+        "chunk_gated_delta_rule_cpu",
+        (
+            "query",
+            "key",
+            "value",
+            "g",
+            "beta",
+            "initial_state",
+            "output_final_state",
+            "cu_seqlens",
+            "head_first",
+            "use_qk_l2norm_in_kernel",
+            "initial_state_indices",
+            "eps",
+        ),
+        "layers.gated_delta_net computes prompts with it",
     ),
     "embedding_method": Seam(
         "vllm.model_executor.layers.vocab_parallel_embedding",
@@ -122,6 +172,10 @@ SEAMS: dict[str, Seam] = {
 }
 
 
+#: What ``Scheduler.__init__`` must set: ours would otherwise set a flag that nobody reads.
+SCHEDULER_FLAG = "self.need_mamba_block_aligned_split = "
+
+
 def difference(seam: Seam) -> str | None:
     """How the installed vLLM differs from ``seam``, or None when it fits."""
     try:
@@ -134,6 +188,9 @@ def difference(seam: Seam) -> str | None:
         fields = {field.name for field in dataclasses.fields(target)}
         missing = [name for name in seam.uses if name not in fields]
         return f"it has no field {missing[0]!r}" if missing else None
+    if seam.name == "Scheduler.__init__":
+        source = inspect.getsource(target)  # type: ignore[arg-type]
+        return None if SCHEDULER_FLAG in source else f"it does not set {SCHEDULER_FLAG.split()[0]}"
     found = tuple(inspect.signature(target).parameters)  # type: ignore[arg-type]
     return None if found == seam.uses else f"its parameters are {found}, not {seam.uses}"
 

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_b70.chunk_grid import GRID
 from vllm_b70.compat.seams import require
-from vllm_b70.scheduling.chunk_grid import GRID
 
 require("cpu_attention_builder", "attention_metadata")
 
@@ -54,6 +54,18 @@ def cut_rows(
 class RowInvariantCPUAttentionBuilder(CPUAttentionMetadataBuilder):
     """Hands vLLM's builder the cut batch."""
 
+    #: A drafter's later passes do not say who is in the prompt; their results are only proposals.
+    _drafting = False
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> CPUAttentionMetadata:
+        self._drafting = True
+        try:
+            return super().build_for_drafting(common_attn_metadata, draft_index)
+        finally:
+            self._drafting = False
+
     def build(
         self,
         common_prefix_len: int,
@@ -62,13 +74,16 @@ class RowInvariantCPUAttentionBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         m = common_attn_metadata
         requests = m.num_reqs
-        # A drafter's batch has no such flags, and its results are only proposals.
         flags = m.is_prefilling
-        in_prompt = (
-            flags.tolist()
-            if flags is not None and flags.shape[0] == requests
-            else [False] * requests
-        )
+        if flags is not None and flags.shape[0] == requests:
+            in_prompt = flags.tolist()
+        elif self._drafting:
+            in_prompt = [False] * requests
+        else:
+            raise RuntimeError(
+                "vLLM did not say which requests are in their prompt, so rows cannot be computed "
+                "by position; report this as a bug of vllm_b70."
+            )
         starts, ends, owners = cut_rows(
             m.query_start_loc[: requests + 1].tolist(), m.seq_lens[:requests].tolist(), in_prompt
         )

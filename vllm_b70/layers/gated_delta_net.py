@@ -25,11 +25,11 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
+from vllm_b70.chunk_grid import check_chunk
 from vllm_b70.compat.seams import require
 from vllm_b70.layers.state_columns import StateColumns
 from vllm_b70.ops import gated_delta_rule as ops
 from vllm_b70.ops import library
-from vllm_b70.scheduling.chunk_grid import check_chunk
 
 require("gdn_forward", "gdn_builder", "attention_metadata")
 
@@ -60,10 +60,8 @@ class StepPlan:
         starts: [S + 1] int64, where each request starts in ``rows``.
         read: [S] int64, the slot of each request's state before its first row.
         write: [T] int64, the slot for the state after each row, or -1.
-        num_actual_tokens: Rows of the batch, padding excluded.
     """
 
-    num_actual_tokens: int
     prompts: list[PromptChunk] = field(default_factory=list)
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -108,7 +106,7 @@ def plan_step(
     Raises:
         RuntimeError: A prompt chunk is off the grid or a state is gone.
     """
-    plan = StepPlan(num_actual_tokens=query_starts[-1])
+    plan = StepPlan()
     rows: list[int] = []
     starts, read, write = [0], [], []
     for request, (first, last) in enumerate(zip(query_starts, query_starts[1:], strict=False)):
@@ -133,8 +131,6 @@ def plan_step(
 
 class PositionalGDNBuilder(GDNAttentionMetadataBuilder):
     """Builds the step's plan from positions; vLLM's classification by neighbours is not used."""
-
-    supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -198,6 +194,7 @@ class RowInvariantGatedDeltaNet(QwenGatedDeltaNetAttention):
     def float_weights(self) -> dict[str, torch.Tensor]:
         """The small weights of the core in fp32, converted once."""
         if not hasattr(self, "_float_weights"):
+            assert self.conv1d.bias is None, "Qwen's convolution has no bias"
             conv = self.conv1d.weight
             self._float_weights = {
                 "conv": conv.data.view(conv.shape[0], conv.shape[2]).float().contiguous(),

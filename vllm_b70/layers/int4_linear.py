@@ -63,7 +63,7 @@ class PackedWeight:
         return self
 
     def values(self, first: int, last: int) -> torch.Tensor:
-        """Rows first to last of K as integers 0..15, [last - first, N]; first is a multiple of 8."""
+        """k from first, a multiple of 8, to last as integers 0..15, [last - first, N]."""
         words = self._data.narrow(
             self._input_dim, first // NIBBLES, -(-last // NIBBLES) - first // NIBBLES
         )

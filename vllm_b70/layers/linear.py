@@ -15,6 +15,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embeddin
 
 from vllm_b70.compat.seams import require
 from vllm_b70.ops import linear as ops
+from vllm_b70.plugin import PluginError
 
 require("linear_method", "embedding_method")
 
@@ -26,6 +27,34 @@ LINEARS = (
     vllm_linear.RowParallelLinear,
 )
 EMBEDDINGS = (vllm_embedding.VocabParallelEmbedding, vllm_embedding.ParallelLMHead)
+
+
+#: Methods that end in our INT4 kernel, which vLLM picks for them (layers.int4_linear).
+INT4_METHODS = (
+    "CompressedTensorsLinearMethod",
+    "AutoGPTQLinearMethod",
+    "AutoAWQMarlinLinearMethod",
+)
+INT4_SCHEME = "CompressedTensorsWNA16"
+
+
+def check_method(layer: Any) -> None:
+    """Refuse a layer whose GEMM would be neither ours nor go through our INT4 kernel.
+
+    Raises:
+        PluginError: One sentence with the layer, its method and what to do.
+    """
+    method = type(layer.quant_method).__name__
+    scheme = getattr(layer, "scheme", None)
+    if isinstance(layer.quant_method, (RowInvariantLinearMethod, RowInvariantEmbeddingMethod)):
+        return
+    if method in INT4_METHODS and (scheme is None or type(scheme).__name__ == INT4_SCHEME):
+        return
+    name = method if scheme is None else f"{method} with {type(scheme).__name__}"
+    raise PluginError(
+        f"VLLM_B70=1 has no exact kernel for the layer {getattr(layer, 'prefix', '?')} ({name}): "
+        "use a checkpoint with 4-bit or 16-bit weights, or set VLLM_B70=0."
+    )
 
 
 def apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -50,14 +79,21 @@ class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
 
 class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
     """Embedding and lm_head; the look-up needs the weight as it is, so the head's transposed copy
-    is made beside it, at the first use: an embedding that is no head never pays for one."""
+    is made beside it: for a head at load, for tied embeddings at the first use as a head."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        pass
+        layer.b70_weight = None
+        if isinstance(layer, vllm_embedding.ParallelLMHead):
+            self._pack(layer)
+
+    def _pack(self, layer: Any) -> None:
+        if hasattr(layer, "b70_weight"):
+            del layer.b70_weight
+        layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if getattr(layer, "b70_weight", None) is None:
-            layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
+            self._pack(layer)
         return apply_linear(x, layer.b70_weight, bias)
 
 
@@ -68,6 +104,7 @@ def _out_of_tree(base: type, stock: type, method: type) -> type:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]
         if type(self.quant_method) is stock:
             self.quant_method = method()
+        check_method(self)
 
     return type(base.__name__, (base,), {"__init__": __init__, "__module__": __name__})
 

@@ -31,9 +31,9 @@ def causal_conv(
     Returns:
         [T, D] in the dtype of ``x``.
     """
+    library.start_numba()
     from vllm_b70.cpu import gated_delta_rule as cpu
 
-    library.use_torch_threads()
     out = torch.empty(x.shape, dtype=torch.float32)
     cpu.causal_conv(
         x.float().contiguous().numpy(),
@@ -60,9 +60,9 @@ def gates(
     Returns:
         Two tensors [T, H] fp32.
     """
+    library.start_numba()
     from vllm_b70.cpu import gated_delta_rule as cpu
 
-    library.use_torch_threads()
     decay, beta = torch.empty(2, *a.shape, dtype=torch.float32)
     cpu.gates(
         a.float().contiguous().numpy(),
@@ -102,11 +102,11 @@ def gated_delta_rule(
     Returns:
         [T, HV, V] in the dtype of ``v``.
     """
+    library.start_numba()
     from vllm_b70.cpu import gated_delta_rule as cpu
 
     if state.dtype != torch.float32:
         raise ValueError(f"the recurrent state must be float32, not {state.dtype}")
-    library.use_torch_threads()
     out = torch.empty(v.shape, dtype=torch.float32)
     cpu.gated_delta_rule(
         q.float().contiguous().numpy(),

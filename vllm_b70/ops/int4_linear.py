@@ -81,9 +81,9 @@ def int4_linear(
         ValueError: A shape or dtype does not fit.
     """
     rows, columns = _check(x, weight, scale, zero, bias, group_size)
+    library.start_numba()
     from vllm_b70.cpu.gemm import int4_gemm
 
-    library.use_torch_threads()
     out = torch.empty((rows, columns), dtype=torch.float32)
     int4_gemm(
         x.float().contiguous().numpy(),

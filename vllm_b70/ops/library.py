@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -31,8 +34,20 @@ def define(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def use_torch_threads() -> None:
-    """Let numba use as many threads as torch does; how many cannot change a result."""
-    import numba
+@functools.cache
+def start_numba() -> None:
+    """Import numba with as many threads as torch has; how many cannot change a result.
 
-    numba.set_num_threads(max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)))
+    To be called before anything of ``vllm_b70.cpu`` is imported. numba reads the number at import
+    and later tells it to the OpenMP runtime that it shares with torch, so that its own default, one
+    thread a core, would overrule what vLLM set for its worker.
+    """
+    name = "NUMBA_NUM_THREADS"
+    if name in os.environ or "numba" in sys.modules:
+        return
+    os.environ[name] = str(torch.get_num_threads())
+    try:
+        import numba  # noqa: F401
+    finally:
+        # Not for child processes: a worker has a number of its own.
+        del os.environ[name]

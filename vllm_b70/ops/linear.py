@@ -34,6 +34,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     Raises:
         ValueError: A shape or dtype does not fit.
     """
+    library.start_numba()
     from vllm_b70.cpu.gemm import BFLOAT16, FLOAT16, gemm
 
     kinds = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -45,7 +46,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         )
     if bias is not None and bias.shape != (weight.shape[1],):
         raise ValueError(f"bias must be [{weight.shape[1]}], not {(*bias.shape,)}")
-    library.use_torch_threads()
     out = torch.empty((x.shape[0], weight.shape[1]), dtype=torch.float32)
     gemm(
         x.float().contiguous().numpy(),

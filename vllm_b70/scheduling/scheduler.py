@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_b70.chunk_grid import chunk_tokens
 from vllm_b70.compat.seams import require
-from vllm_b70.scheduling.chunk_grid import chunk_tokens
 from vllm_b70.scheduling.step_trace import Step, StepTrace
-from vllm_b70.settings import Settings
+from vllm_b70.settings import current
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-require("chunk_split", "schedule")
+require("chunk_split", "chunk_split_flag", "schedule", "encoder_inputs")
 
 
 class ChunkGridMixin:
@@ -29,7 +29,7 @@ class ChunkGridMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.need_mamba_block_aligned_split = True
-        path = Settings.from_env().step_trace
+        path = current().step_trace
         self._trace = StepTrace(path) if path is not None else None
         self._cuts = 0
 
@@ -48,6 +48,25 @@ class ChunkGridMixin:
         tokens = chunk_tokens(start, num_new_tokens, request.num_prompt_tokens)
         self._cuts += tokens < num_new_tokens
         return tokens
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        inputs, tokens, *rest = super()._try_schedule_encoder_inputs(  # type: ignore[misc]
+            request,
+            num_computed_tokens,
+            num_new_tokens,
+            encoder_compute_budget,
+            shift_computed_tokens,
+        )
+        # vLLM ends a chunk before an image that does not fit this step, which is off the grid.
+        tokens = chunk_tokens(num_computed_tokens, tokens, request.num_prompt_tokens)
+        return inputs, tokens, *rest
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,15 +29,27 @@ class Step:
     cuts: int = 0
 
 
+logger = logging.getLogger("vllm.vllm_b70")
+
+
 class StepTrace:
-    """Appends steps to a file, one line each, flushed, so that a reader may follow it."""
+    """Writes steps to a file, one line each, flushed, so that a reader may follow it.
+
+    A new trace replaces what a former server left in the file: its steps are not this server's.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("w", encoding="utf-8")
         self._step = 0
+        self._failed = False
 
     def write(self, step: Step) -> None:
-        """Append one step; steps are numbered from 0 in the order of the calls."""
+        """Append one step; steps are numbered from 0 in the order of the calls.
+
+        A full disk ends the trace, with one line in the log, and not the server.
+        """
+        if self._failed:
+            return
         line = {
             "step": self._step,
             "requests": step.requests,
@@ -45,6 +58,10 @@ class StepTrace:
             "preempted": step.preempted,
             "cuts": step.cuts,
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._failed = True
+            logger.error("vllm_b70: the step trace ends at step %d: %s", self._step, error)
         self._step += 1

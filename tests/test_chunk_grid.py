@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_b70.scheduling.chunk_grid import GRID, check_chunk, chunk_tokens, least_batched_tokens
+from vllm_b70.chunk_grid import GRID, check_chunk, chunk_tokens, least_batched_tokens
 
 
 @pytest.mark.parametrize(
