@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-MINUTES = 60
+MINUTES = 60  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def steps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
     results = folder / "results.json"
     command = ["vllm-b70", "quickstart", "--control", "--workdir", str(folder / "work")]
-    run = subprocess.run([*command, "--results", str(results)], timeout=40 * MINUTES)
+    run = subprocess.run([*command, "--results", str(results)], timeout=25 * MINUTES)
     record = json.loads(results.read_text())
     assert record["versions"]["vllm"].startswith("0.32")
     assert run.returncode == 0, [step["failures"] for step in record["steps"] if step["failures"]]
@@ -29,10 +29,9 @@ def of(steps, name, mode="exact"):
 @pytest.mark.parametrize(
     ("name", "levels"),
     [
-        ("ct-9b-compiled", {8, 16, 32}),
         ("ct-9b", {8, 16, 32}),
         ("ct-9b-replica", {32}),
-        ("ct-9b-mtp3", {1, 8, 32}),
+        ("ct-9b-mtp3", {8, 32}),
         ("ct-9b-schedule", {1, 8, 32}),
         ("gptq-27b", {8, 16, 32}),
         ("gptq-27b-mtp3", {8, 32}),
@@ -58,17 +57,12 @@ def test_speculation_was_neither_all_accepted_nor_all_refused(steps, name):
 
 def test_the_schedule_changed_the_width(steps):
     widths = of(steps, "ct-9b-schedule")[32]
-    assert {"1", "2", "4"} <= set(widths["widths"]) and widths["width_changes"] > 0
+    assert {"1", "2", "4"} <= set(widths["width_steps"]) and widths["width_changes"] > 0
 
 
 def test_two_servers_with_empty_caches_agree(steps):
     first, second = of(steps, "ct-9b")[32], of(steps, "ct-9b-replica")[32]
     assert first["token_hash"] == second["token_hash"]
-
-
-def test_the_two_modes_are_two_configurations(steps):
-    """If they agreed, comparing within each of them would be a weaker proof than it is."""
-    assert of(steps, "ct-9b-compiled")[8]["token_hash"] != of(steps, "ct-9b")[8]["token_hash"]
 
 
 @pytest.mark.parametrize("name", ["ct-9b-naive", "bf16-9b-stock-mtp3"])

@@ -37,7 +37,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replace the tiny models by bare configurations; returns the directories made."""
     made: list[Path] = []
 
-    def make_tiny(directory: Path, *, format: str, shape: str, seed: int) -> None:
+    def make_tiny(
+        directory: Path, *, format: str, shape: str, seed: int, conditional: bool = False
+    ) -> None:
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps({"vocab_size": 1000}))
         made.append(directory)
@@ -324,7 +326,7 @@ def test_selection_adds_what_is_needed_and_nothing_else() -> None:
     chosen = select_cells(cells, "^ct-9b-mtp3$")
     assert [(cell.name, cell.users) for cell in chosen] == [
         ("ct-9b", ()),
-        ("ct-9b-mtp3", (1, 8, 32)),
+        ("ct-9b-mtp3", (8, 32)),
     ]
     assert [cell.name for cell in select_cells(cells, "naive")] == ["ct-9b-naive"]
     assert select_cells(cells, "") == cells

@@ -27,6 +27,7 @@ def step(**changes: Any) -> StepResult:
         "token_hash": "ab" * 32,
         "max_running": 8,
         "widths": {"4": 100},
+        "width_steps": {"4": 50},
         "width_changes": 2,
         "command": "vllm serve x",
         "mode": "exact",

@@ -266,6 +266,8 @@ async def _measure(
         histogram = read_trace(trace, last_step)
         if not histogram.requests:
             failures.append(f"the step trace {trace} gained no step: it is not this server's")
+    elif trace is not None:
+        failures.append(f"the server wrote no step trace to {trace}")
     return _Measured(
         completions=completions,
         histogram=histogram,
@@ -324,6 +326,7 @@ def _result(
         token_hash=token_hash(measured.completions),
         max_running=histogram.max_requests,
         widths={str(width): histogram.widths[width] for width in sorted(histogram.widths)},
+        width_steps={str(w): histogram.width_steps[w] for w in sorted(histogram.width_steps)},
         width_changes=histogram.width_changes,
         command=about.command,
         mode=mode,

@@ -58,7 +58,6 @@ _RESERVED_AT_START = 1
 _RESERVED_AT_END = 8
 _SCHEDULE = [[1, 4, 3], [5, 8, 1], [9, 64, 0]]
 _EAGER = ("--enforce-eager",)
-_STOCK = {"VLLM_B70": "0"}
 # Inherited ones would change the servers unseen: they are not part of the printed command.
 _OVERRIDDEN = ("VLLM_B70", "VLLM_B70_STEP_TRACE")
 
@@ -88,6 +87,9 @@ class Cell:
         env: environment variables added to the server's.
         serve_args: further arguments of ``vllm serve``.
         expect_mismatches: a control, which must differ under load from its own answers alone.
+        conditional: the checkpoint's ForConditionalGeneration form, with a vision tower.
+        shortest: prompts of fewer tokens are left out. Stock vLLM 0.32 stops its engine on a
+            prompt of one token where the CPU has AVX-512.
         replica_of: name of an earlier cell of which this one is a second server. Both then start
             with empty caches, and their token hashes must be equal level by level (C5).
     """
@@ -101,12 +103,14 @@ class Cell:
     env: dict[str, str] = field(default_factory=dict)
     serve_args: tuple[str, ...] = ()
     expect_mismatches: bool = False
+    conditional: bool = False
+    shortest: int = 1
     replica_of: str | None = None
 
     @property
     def checkpoint(self) -> str:
-        """Name of the checkpoint, shared by all cells of its format and shape."""
-        return f"{self.format}-{self.shape}"
+        """Name of the checkpoint, shared by all cells of its format, shape and form."""
+        return f"{self.format}-{self.shape}" + ("-conditional" if self.conditional else "")
 
     @property
     def makes_oracle(self) -> bool:
@@ -130,57 +134,48 @@ def default_cells(*, full: bool = False, control: bool = False) -> list[Cell]:
     """
     cells = [
         # What a plain `vllm serve` runs: vLLM's compiled mode.
-        Cell("ct-9b-compiled", "ct", "9b", 0, None, (8, 16, 32)),
-        Cell("ct-9b", "ct", "9b", 0, None, (8, 16, 32), serve_args=_EAGER),
-        Cell("ct-9b-replica", "ct", "9b", 0, None, (32,), serve_args=_EAGER, replica_of="ct-9b"),
-        Cell("ct-9b-mtp3", "ct", "9b", 3, None, (1, 8, 32), serve_args=_EAGER),
-        Cell("ct-9b-schedule", "ct", "9b", 3, _SCHEDULE, (1, 8, 32), serve_args=_EAGER),
+        Cell("ct-9b", "ct", "9b", 0, None, (8, 16, 32)),
+        Cell("ct-9b-replica", "ct", "9b", 0, None, (32,), replica_of="ct-9b"),
+        Cell("ct-9b-mtp3", "ct", "9b", 3, None, (8, 32)),
+        Cell("ct-9b-schedule", "ct", "9b", 3, _SCHEDULE, (1, 8, 32)),
+        # And eager mode, which starts faster.
         Cell("gptq-27b", "gptq", "27b", 0, None, (8, 16, 32), serve_args=_EAGER),
         Cell("gptq-27b-mtp3", "gptq", "27b", 3, None, (8, 32), serve_args=_EAGER),
     ]
     if full:
-        cells.append(Cell("ct-9b-compiled-mtp3", "ct", "9b", 3, None, (1, 8, 32)))
-        for format, shape in (("ct", "9b"), ("gptq", "27b")):
-            name = f"{format}-{shape}"
-            have = {cell.name for cell in cells}
-            for depth in (1, 2, 3, 4, 6):
-                cells.append(_eager(f"{name}-mtp{depth}-full", format, shape, depth, None))
-            if f"{name}-schedule" not in have:
-                cells.append(_eager(f"{name}-schedule", format, shape, 3, _SCHEDULE))
-    if control:
-        stock = (*_EAGER, "--no-enable-prefix-caching")
+        language = ("--language-model-only",)
+        form: dict[str, Any] = {"conditional": True, "serve_args": language}
         cells += [
-            Cell(
-                "ct-9b-naive",
-                "ct",
-                "9b",
-                0,
-                None,
-                (8, 32),
-                env={"VLLM_B70_LINEAR": "naive"},
-                serve_args=_EAGER,
-                expect_mismatches=True,
-            ),
-            Cell("bf16-9b-stock", "bf16", "9b", 0, None, (), env=_STOCK, serve_args=stock),
-            Cell(
-                "bf16-9b-stock-mtp3",
-                "bf16",
-                "9b",
-                3,
-                None,
-                (1, 8),
-                env=_STOCK,
-                serve_args=stock,
-                expect_mismatches=True,
-            ),
+            Cell("ct-9b-conditional", "ct", "9b", 0, None, (8, 32), **form),
+            Cell("ct-9b-conditional-mtp3", "ct", "9b", 3, None, (8, 32), **form),
+            Cell("ct-9b-eager", "ct", "9b", 0, None, (8, 32), serve_args=_EAGER),
+            Cell("gptq-27b-compiled", "gptq", "27b", 0, None, (8, 32)),
+            Cell("gptq-27b-compiled-mtp3", "gptq", "27b", 3, None, (8, 32)),
         ]
+        shapes: list[tuple[Literal["ct", "gptq"], Literal["9b", "27b"]]]
+        shapes = [("ct", "9b"), ("gptq", "27b")]
+        for format, shape in shapes:
+            for depth in (1, 2, 3, 4, 6):
+                name = f"{format}-{shape}-eager-mtp{depth}"
+                cells.append(Cell(name, format, shape, depth, None, (1, 8, 32), serve_args=_EAGER))
+            name = f"{format}-{shape}-eager-schedule"
+            cells.append(Cell(name, format, shape, 3, _SCHEDULE, (1, 8, 32), serve_args=_EAGER))
+    if control:
+        naive: dict[str, Any] = {"env": {"VLLM_B70_LINEAR": "naive"}, "serve_args": _EAGER}
+        stock: dict[str, Any] = {
+            "env": {"VLLM_B70": "0"},
+            "serve_args": (*_EAGER, "--no-enable-prefix-caching"),
+            "shortest": 2,
+        }
+        cells += [
+            Cell("ct-9b-naive", "ct", "9b", 0, None, (8, 24), expect_mismatches=True, **naive),
+            Cell("bf16-9b-stock", "bf16", "9b", 0, None, (), **stock),
+            Cell(
+                "bf16-9b-stock-mtp3", "bf16", "9b", 3, None, (1, 8),
+                expect_mismatches=True, **stock,
+            ),
+        ]  # fmt: skip
     return cells
-
-
-def _eager(
-    name: str, format: Any, shape: Any, depth: int, schedule: list[list[int]] | None
-) -> Cell:
-    return Cell(name, format, shape, depth, schedule, (1, 8, 32), serve_args=_EAGER)
 
 
 def select_cells(cells: Sequence[Cell], pattern: str) -> list[Cell]:
@@ -433,9 +428,14 @@ class _Run:
 
     def _run_cell(self, cell: Cell, *, fresh_caches: bool) -> None:
         directory = self._checkpoint(cell)
-        trace = self.directory / "traces" / f"{cell.name}.jsonl"
-        trace.parent.mkdir(exist_ok=True)
-        env = {"VLLM_B70": "1", "VLLM_B70_STEP_TRACE": str(trace)}
+        traces = self.directory / "traces"
+        traces.mkdir(exist_ok=True)
+        env = {"VLLM_B70": "1"}
+        trace = None
+        # A stock server has no scheduler of ours that would write one.
+        if cell.env.get("VLLM_B70") != "0":
+            trace = traces / f"{cell.name}.jsonl"
+            env["VLLM_B70_STEP_TRACE"] = str(trace)
         if fresh_caches:
             env.update(self._empty_caches(cell))
         env.update(cell.env)
@@ -461,9 +461,9 @@ class _Run:
                 raise server.failure(f"{error}") from error
         self._judge(cell, self.steps[first_step:], acceptance)
 
-    async def _drive(self, cell: Cell, server: Server, trace: Path) -> metrics.Acceptance:
+    async def _drive(self, cell: Cell, server: Server, trace: Path | None) -> metrics.Acceptance:
         """Run the oracle if it is this cell's to make, then the levels."""
-        prompts = self.prompts[cell.checkpoint]
+        prompts = [p for p in self.prompts[cell.checkpoint] if len(p) >= cell.shortest]
         about = About(
             name=cell.name,
             checkpoint=cell.checkpoint,
@@ -561,7 +561,13 @@ class _Run:
             directory = self.directory / "checkpoints" / cell.checkpoint
             directory.parent.mkdir(exist_ok=True)
             say(self.console, f"  making the checkpoint {cell.checkpoint}")
-            make_tiny(directory, format=cell.format, shape=cell.shape, seed=self.seed)
+            make_tiny(
+                directory,
+                format=cell.format,
+                shape=cell.shape,
+                seed=self.seed,
+                conditional=cell.conditional,
+            )
             self.checkpoints[cell.checkpoint] = directory
             self.prompts[cell.checkpoint] = make_prompts(
                 self.lengths, self.seed, token_range(directory)
@@ -605,11 +611,25 @@ def token_range(directory: Path) -> tuple[int, int]:
 
 
 def _schedule_failures(cell: Cell, levels: Sequence[StepResult]) -> list[str]:
-    depths = {depth for _, _, depth in cell.schedule or []}
-    traced = any(step.widths for step in levels)
-    if len(depths) > 1 and traced and not any(step.width_changes for step in levels):
-        return ["the depth never changed: the schedule was not tested"]
-    return []
+    """Whether every depth that the levels ask for was served, and changed at least once."""
+    if cell.schedule is None:
+        return []
+    wanted = {
+        str(depth + 1)
+        for first, last, depth in cell.schedule
+        if any(first <= step.users for step in levels)
+    }
+    seen = {width for step in levels for width in step.width_steps}
+    failures = []
+    if wanted - seen:
+        failures.append(
+            f"no step had the widths {', '.join(sorted(wanted - seen))} that the schedule asks "
+            "for: it was not tested"
+        )
+    depths = {depth for _, _, depth in cell.schedule}
+    if len(depths) > 1 and not any(step.width_changes for step in levels):
+        failures.append("the depth never changed: the schedule was not tested")
+    return failures
 
 
 def _hardness(oracle: Sequence[Completion], acceptance: float | None) -> list[str]:

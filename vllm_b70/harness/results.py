@@ -52,6 +52,7 @@ class StepResult:
         token_hash: SHA-256 over all token ids in prompt order.
         max_running: most requests in one engine step (or the greatest gauge sample).
         widths: tokens scheduled for a row past its prompt -> number of rows, keys as text.
+        width_steps: greatest such number of a step -> number of steps, keys as text.
         width_changes: how often the greatest width changed between steps.
         command: the shell command of the server; empty when it was already running.
         mode: ``oracle`` (alone, the reference), ``exact``, ``control`` or ``verify``.
@@ -71,6 +72,7 @@ class StepResult:
     token_hash: str
     max_running: int
     widths: dict[str, int]
+    width_steps: dict[str, int]
     width_changes: int
     command: str
     mode: str

@@ -37,6 +37,7 @@ class StepHistogram:
     Attributes:
         requests: requests in a step -> number of steps (of samples, for the fallback).
         widths: tokens scheduled for a row past its prompt -> number of such rows.
+        width_steps: greatest width of a step -> number of steps with rows past their prompt.
         width_changes: how often the greatest width differed from that of the preceding step with
             such rows (steps with prompts only are passed over).
         preempted: preemptions.
@@ -47,6 +48,7 @@ class StepHistogram:
 
     requests: Counter[int] = field(default_factory=Counter)
     widths: Counter[int] = field(default_factory=Counter)
+    width_steps: Counter[int] = field(default_factory=Counter)
     width_changes: int = 0
     preempted: int = 0
     prompt_tokens: int = 0
@@ -61,7 +63,7 @@ class StepHistogram:
     def __str__(self) -> str:
         return (
             f"requests per step {_counts(self.requests)}; "
-            f"widths {_counts(self.widths)}; width changes {self.width_changes}; "
+            f"steps by width {_counts(self.width_steps)}; width changes {self.width_changes}; "
             f"preempted {self.preempted}; chunks cut {self.cuts}"
         )
 
@@ -101,6 +103,7 @@ def read_trace(path: Path, after_step: int = -1) -> StepHistogram:
         histogram.cuts += step.cuts
         width = max((width for width, rows in step.widths.items() if rows), default=None)
         if width is not None:
+            histogram.width_steps[width] += 1
             if previous_width is not None and width != previous_width:
                 histogram.width_changes += 1
             previous_width = width
