@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -48,7 +49,7 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
 }  # fmt: skip
 #: K partitions to try, by columns.
 PARTS = {
-    4096: [4, 6, 8, 10, 12],
+    4096: [3, 4, 5, 6, 8],
     5120: [4, 6, 8, 12],
     10240: [2, 3, 4, 5, 6],
     24576: [1, 2, 3, 4],
@@ -150,30 +151,40 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
                 print(f"failed {n}x{k} {rows} {parts} {tile}: {str(error)[:160]}", flush=True)
                 return float("inf")
 
-        best: dict[int, tuple[float, Tile]] = {}
+        best: dict[int, dict[int, tuple[float, Tile]]] = {}
         for parts in PARTS[n]:
-            timed = [
-                (attempt(1, parts, t) + attempt(16, parts, t), t) for t in options(16, n, parts)
-            ]
-            best[parts] = min(timed, key=lambda pair: pair[0])
-            print(
-                f"{n}x{k} parts {parts}: {best[parts][0] / 2:.2f} us {best[parts][1]}", flush=True
-            )
-        parts = min(best, key=lambda p: best[p][0])
-        entry = {"parts": parts, "tiles": [_row(16, best[parts][1])]}
-        for rows in CANDIDATES:
-            if rows == 16 or time.time() > until:
-                continue
-            timed = sorted(
-                ((attempt(rows, parts, t), t) for t in options(rows, n, parts)),
-                key=lambda pair: pair[0],
-            )
-            print(
-                f"{n}x{k} rows {rows}:", [(round(us, 1), str(t)) for us, t in timed[:3]], flush=True
-            )
-            entry["tiles"].append(_row(rows, timed[0][1]))
-        table[f"{n}x{k}"] = entry
+            for rows in CANDIDATES:
+                if time.time() > until:
+                    break
+                # Up to 16 rows one tile serves all, and a single row is the common case.
+                timed = [
+                    (
+                        (attempt(1, parts, t) + attempt(16, parts, t)) / 2
+                        if rows == 16
+                        else attempt(rows, parts, t),
+                        t,
+                    )
+                    for t in options(rows, n, parts)
+                ]
+                best.setdefault(parts, {})[rows] = min(timed, key=lambda pair: pair[0])
+            line = [(r, round(us, 1), str(t)[5:-1]) for r, (us, t) in best.get(parts, {}).items()]
+            print(f"{n}x{k} parts {parts}: {line}", flush=True)
+        done_parts = [p for p in best if len(best[p]) == len(CANDIDATES)]
+        parts = min(done_parts, key=lambda p: score(best[p], best[done_parts[0]]))
+        tiles_of = best[parts]
+        table[f"{n}x{k}"] = {
+            "parts": parts,
+            "tiles": [_row(rows, tile) for rows, (_, tile) in tiles_of.items()],
+        }
+        print(f"{n}x{k}: {parts} parts", flush=True)
     return table
+
+
+def score(times: dict[int, tuple[float, Tile]], base: dict[int, tuple[float, Tile]]) -> float:
+    """How good a K partition is: the product of its times, decode sizes counted three times."""
+    return sum(
+        (3 if rows == 16 else 1) * math.log(us / base[rows][0]) for rows, (us, _) in times.items()
+    )
 
 
 def _row(rows: int, tile: Tile) -> dict[str, Any]:
@@ -230,7 +241,7 @@ def vllm_peers(n: int, k: int, dtype: torch.dtype, number: int) -> dict[str, lis
                     layer.output_size_per_partition = n
                     layer.output_partition_sizes = [n]
                     layer.input_size, layer.output_size = k, n
-                    layer.prefix, layer.bias = "layer", None
+                    layer.prefix, layer.bias, layer.has_bias = "layer", None, False
                     kernel = kernel_class(config, "weight_packed", "weight_scale", None)
                     kernel.process_weights_after_loading(layer)
                     calls.append(
