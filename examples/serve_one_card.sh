@@ -2,8 +2,8 @@
 # The plain one-card command for RedHatAI's 9B. Nothing here is a special launcher: with the plugin
 # installed, VLLM_B70=1 and `vllm serve` are all there is.
 #
-# What has been run: this command on vLLM's CPU build with tiny checkpoints of the same form
-# (examples/quickstart.sh). What has not: this model itself, and any XPU. On an XPU this version
+# What has been run: such commands on vLLM's CPU build with tiny checkpoints of the same form
+# (examples/quickstart.sh --full). What has not: this model itself, and any XPU. On an XPU this version
 # refuses to start with VLLM_B70=1, because its exact route covers the CPU so far.
 set -euo pipefail
 export VLLM_B70=1

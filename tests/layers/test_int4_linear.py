@@ -1,5 +1,7 @@
 """The linear kernel under vLLM: both layouts, told apart by the parameters' declared dimensions."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from vllm.model_executor.parameter import (
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.checkpoints import pack
-from vllm_b70.layers.int4_linear import CpuInt4LinearKernel
+from vllm_b70.layers import int4_linear
+from vllm_b70.layers.int4_linear import CpuInt4LinearKernel, GpuInt4LinearKernel
+from vllm_b70.ops.int4_words import Int4Words, unpack_words
 from vllm_b70.reference.int4_linear import int4_linear as reference
 
 
@@ -157,3 +161,50 @@ def test_what_it_cannot_implement_it_says(change, reason):
         setattr(c, name, value)
     can, why = CpuInt4LinearKernel.can_implement(c)
     assert not can and reason in why
+
+
+@pytest.mark.parametrize("layout", [compressed_tensors, gptq])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize("columns", [64, 40])
+def test_the_gpu_kernel_packs_both_layouts(layout, group_size, columns):
+    """What the kernel computes from the words is shown in tests/kernels and tests/gpu."""
+    symmetric = layout is gptq
+    weight = quantised(columns, 256, group_size, symmetric)
+    layer, names = layout(weight, group_size == -1)
+    c = config(256, columns, group_size, symmetric)
+    assert GpuInt4LinearKernel.can_implement(c) == (True, None)
+    kernel = GpuInt4LinearKernel(c, *names)
+    kernel.process_weights_after_loading(layer)
+    packed = Int4Words(
+        layer.b70_words, layer.b70_scale, layer.b70_offset, 256, kernel.columns, kernel.group
+    )
+    assert torch.equal(unpack_words(packed).t(), weight.codes)
+    assert kernel.columns == columns and not layer.b70_done.any()
+    assert (layer.b70_offset is None) == symmetric
+    assert not any(hasattr(layer, name) for name in names)
+
+
+def test_a_group_size_that_the_gpu_kernel_lacks_is_said():
+    can, why = GpuInt4LinearKernel.can_implement(config(256, 64, 16, True))
+    assert not can and "group size 16 is not covered" in why
+
+
+def test_ours_is_the_first_kernel_that_vllm_may_pick(monkeypatch):
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.platforms import PlatformEnum
+
+    monkeypatch.setattr(
+        kernels, "_POSSIBLE_KERNELS", {k: list(v) for k, v in kernels._POSSIBLE_KERNELS.items()}
+    )
+    monkeypatch.setattr(int4_linear, "_POSSIBLE_KERNELS", kernels._POSSIBLE_KERNELS)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "SomethingElse")
+    int4_linear.register("exact")
+    disabled = os.environ["VLLM_DISABLED_KERNELS"].split(",")
+    assert "SomethingElse" in disabled and "MarlinLinearKernel" in disabled
+    for platform, ours in (
+        (PlatformEnum.CPU, CpuInt4LinearKernel),
+        (PlatformEnum.CUDA, GpuInt4LinearKernel),
+        (PlatformEnum.XPU, GpuInt4LinearKernel),
+    ):
+        enabled = [k for k in kernels._POSSIBLE_KERNELS[platform] if k.__name__ not in disabled]
+        assert enabled == [ours]
