@@ -59,7 +59,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}")
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3]], ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
