@@ -19,6 +19,9 @@ from vllm_b70.harness.oracle import run_alone
 from vllm_b70.harness.results import StepResult
 from vllm_b70.harness.steps import StepHistogram, poll_running, read_trace
 
+#: How often a level is run before it counts as not reached.
+ATTEMPTS = 3
+
 
 @dataclass(frozen=True)
 class About:
@@ -146,19 +149,24 @@ async def verify_levels(
         done(step)
     async with Client(base_url, model, timeout_s=timeout_s) as client:
         for index, level in enumerate(levels):
-            step = await _run_level(
-                client,
-                prompts,
-                max_tokens,
-                level=level,
-                oracle=oracle,
-                about=about,
-                # Another arrival order each time: the same one twice would prove less.
-                seed=seed + index,
-                trace=trace,
-                longest_delay_s=longest_delay_s,
-                console=console,
-            )
+            # On a busy machine requests may come too slowly for a level; that is no mismatch, and
+            # the level is run again.
+            for attempt in range(ATTEMPTS):
+                step = await _run_level(
+                    client,
+                    prompts,
+                    max_tokens,
+                    level=level,
+                    oracle=oracle,
+                    about=about,
+                    # Another arrival order each time: the same one twice would prove less.
+                    seed=seed + index + 1000 * attempt,
+                    trace=trace,
+                    longest_delay_s=longest_delay_s,
+                    console=console,
+                )
+                if step.mismatches or step.max_running >= level or about.mode == "control":
+                    break
             done(step)
     return results
 
@@ -235,7 +243,8 @@ async def _run_level(
             f"{comparison.mismatches} of {comparison.sequences} sequences differ from the oracle"
         )
     reached = measured.histogram.max_requests
-    if reached < level:
+    # A control only has to differ somewhere.
+    if reached < level and about.mode != "control":
         failures.append(
             f"level {level} was not reached: at most {reached} requests ran together, "
             "so this level proves nothing"
