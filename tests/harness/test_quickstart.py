@@ -320,8 +320,8 @@ def test_selection_adds_what_is_needed_and_nothing_else() -> None:
     cells = default_cells(control=True)
     chosen = select_cells(cells, "replica")
     assert [(cell.name, cell.users) for cell in chosen] == [
-        ("ct-9b", (32,)),
-        ("ct-9b-replica", (32,)),
+        ("gptq-27b", (32,)),
+        ("gptq-27b-replica", (32,)),
     ]
     chosen = select_cells(cells, "^ct-9b-mtp3$")
     assert [(cell.name, cell.users) for cell in chosen] == [

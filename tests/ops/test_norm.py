@@ -32,9 +32,7 @@ def test_shapes_that_do_not_fit():
 # Every finite gate value, so that those are among them whose exp differs between torch's vector and
 # scalar functions: with stock's silu this fails from three threads on.
 SCRIPT = """
-import sys
 import torch
-torch.set_num_threads(int(sys.argv[1]))
 from vllm_b70.ops.norm import gated_rms_norm
 bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 gates = bits[bits.isfinite() & (bits.abs() < 80)]
@@ -42,19 +40,18 @@ gates = gates[: len(gates) // 128 * 128].view(-1, 128)
 x = torch.randn(len(gates), 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 w = torch.ones(128).bfloat16()
 alone = torch.cat([gated_rms_norm(x[i:i+1], gates[i:i+1], w, 1e-6, False) for i in range(len(x))])
-bad = sum(
-    int((gated_rms_norm(x[:m], gates[:m], w, 1e-6, False) != alone[:m]).sum())
-    for m in (2, 3, 64, 257, 300, len(x))
-)
-stock = torch.cat([torch.nn.functional.silu(gates[i:i+1].float()) for i in range(len(gates))])
-control = int((torch.nn.functional.silu(gates.float()) != stock).sum())
-print("threads", torch.get_num_threads(), "differing", bad, "control", control)
+for threads in (1, 3, 4, 5, 7):
+    torch.set_num_threads(threads)
+    bad = sum(
+        int((gated_rms_norm(x[:m], gates[:m], w, 1e-6, False) != alone[:m]).sum())
+        for m in (2, 3, 64, 257, 300, len(x))
+    )
+    print("threads", torch.get_num_threads(), "differing", bad)
 """
 
 
-@pytest.mark.parametrize("threads", [1, 3, 4, 5, 7])
-def test_c1_at_any_thread_count(threads):
-    command = [sys.executable, "-c", SCRIPT, str(threads)]
+def test_c1_at_any_thread_count():
+    command = [sys.executable, "-c", SCRIPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert f"threads {threads} differing 0" in run.stdout
+    assert run.stdout.splitlines() == [f"threads {n} differing 0" for n in (1, 3, 4, 5, 7)]

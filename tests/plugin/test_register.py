@@ -1,5 +1,6 @@
 """With VLLM_B70=1 the plugin registers, or stops the process with one sentence."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,61 +13,87 @@ from vllm_b70.plugin import PluginError
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_B70")}
 
 
-def load(body="", **environ):
-    code = f"import vllm.plugins\n{body}\nvllm.plugins.load_general_plugins()\nprint('loaded')"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=CLEAN | {"VLLM_B70": "1"} | environ,
+AFTER = """
+import vllm_b70.plugin as p, vllm.model_executor.custom_op as c
+from vllm.platforms import current_platform
+p.register(); p.register()
+print(type(current_platform).__name__, p.registered(), sorted(c.op_registry_oot))
+"""
+SWALLOWED = "import vllm_b70.plugin as p\np.platform = lambda: 1 / 0"
+ANOTHER_SEAM = """
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod as method
+method.apply = lambda self, layer, x, weight, bias=None: None
+"""
+#: Name: environment, code before the plugins are loaded, code after it.
+CASES = {
+    "plain": ({}, "", AFTER),
+    "target device": ({"VLLM_TARGET_DEVICE": "cpu"}, "", ""),
+    "malformed switch": ({"VLLM_B70": "yes"}, "", ""),
+    "malformed choice": ({"VLLM_B70_LINEAR": "fast"}, "", ""),
+    "unknown switch": ({"VLLM_B70_LINAER": "exact"}, "", ""),
+    "swallowed exception": ({}, SWALLOWED, ""),
+    "another seam": ({}, ANOTHER_SEAM, ""),
+    "off": ({"VLLM_B70": "0", "VLLM_B70_STEP_TRACE": "/nonexistent/t"}, "", ""),
+}
+# A fork a case: importing vLLM is what takes the time.
+SCRIPT = """
+import json, os, sys
+import vllm.plugins
+for name, (environ, before, after) in json.loads(sys.argv[1]).items():
+    sys.stdout.flush()
+    if os.fork() == 0:
+        os.environ.update(environ)
+        try:
+            exec(before)
+            vllm.plugins.load_general_plugins()
+            exec(after)
+            result = "loaded"
+        except BaseException as error:
+            result = f"{type(error).__name__}: {error}"
+        print("RESULT", json.dumps([name, result]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def results():
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(CASES)],
+        env=CLEAN | {"VLLM_B70": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
     )
+    lines = [line[7:] for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(CASES), run.stderr[-3000:]
+    return dict(map(json.loads, lines)) | {"output": run.stdout}
 
 
-def test_it_registers_and_may_be_called_again():
-    after = (
-        "import vllm_b70.plugin as p, vllm.model_executor.custom_op as c\n"
-        "from vllm.platforms import current_platform\n"
-        "p.register(); p.register()\n"
-        "print(type(current_platform).__name__, p.registered(), sorted(c.op_registry_oot))"
-    )
-    run = load(after)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "B70CpuPlatform True" in run.stdout and "QwenGatedDeltaNetAttention" in run.stdout
-    assert run.stdout.strip().endswith("loaded")
+def test_it_registers_and_may_be_called_again(results):
+    assert results["plain"] == "loaded"
+    assert "B70CpuPlatform True" in results["output"]
+    assert "QwenGatedDeltaNetAttention" in results["output"]
+
+
+def test_off_reads_no_other_switch(results):
+    assert results["off"] == "loaded"
 
 
 @pytest.mark.parametrize(
-    ("environ", "sentence"),
+    ("case", "sentence"),
     [
-        ({"VLLM_TARGET_DEVICE": "cpu"}, "VLLM_TARGET_DEVICE=cpu or a VLLM_PLUGINS list"),
-        ({"VLLM_B70": "yes"}, "VLLM_B70='yes' is not allowed"),
-        ({"VLLM_B70_LINEAR": "fast"}, "VLLM_B70_LINEAR='fast' is not allowed"),
-        ({"VLLM_B70_LINAER": "exact"}, "VLLM_B70_LINAER is not a switch"),
+        ("target device", "VLLM_TARGET_DEVICE=cpu or a VLLM_PLUGINS list"),
+        ("malformed switch", "VLLM_B70='yes' is not allowed"),
+        ("malformed choice", "VLLM_B70_LINEAR='fast' is not allowed"),
+        ("unknown switch", "VLLM_B70_LINAER is not a switch"),
+        ("swallowed exception", "VLLM_B70=1 but vLLM runs on CpuPlatform"),
+        ("another seam", "UnquantizedLinearMethod.apply"),
+        ("another seam", "install vLLM 0.32.x"),
     ],
 )
-def test_what_cannot_be_honoured_stops_the_process(environ, sentence):
-    run = load(**environ)
-    assert run.returncode != 0 and "loaded" not in run.stdout
-    assert sentence in run.stderr.strip().splitlines()[-1]
-
-
-def test_a_swallowed_exception_of_the_platform_plugin_is_not_silent():
-    body = "import vllm_b70.plugin as p\np.platform = lambda: 1 / 0"
-    run = load(body)
-    assert run.returncode != 0
-    assert "VLLM_B70=1 but vLLM runs on CpuPlatform" in run.stderr.strip().splitlines()[-1]
-
-
-def test_a_seam_that_looks_different_is_named():
-    body = (
-        "from vllm.model_executor.layers.linear import UnquantizedLinearMethod as method\n"
-        "method.apply = lambda self, layer, x, weight, bias=None: None"
-    )
-    run = load(body)
-    last = run.stderr.strip().splitlines()[-1]
-    assert run.returncode != 0
-    assert "UnquantizedLinearMethod.apply" in last and "install vLLM 0.32.x" in last
+def test_what_cannot_be_honoured_stops_the_process_in_one_sentence(results, case, sentence):
+    assert sentence in results[case] and "\n" not in results[case]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.1", "0.32"])
