@@ -31,10 +31,10 @@ def of(steps, name, mode="exact"):
     [
         ("ct-9b", {8, 16, 32}),
         ("ct-9b-mtp3", {8, 32}),
-        ("ct-9b-schedule", {8, 32}),
         ("gptq-27b", {8, 16, 32}),
         ("gptq-27b-replica", {32}),
         ("gptq-27b-mtp3", {8, 32}),
+        ("gptq-27b-schedule", {8, 32}),
     ],
 )
 def test_no_sequence_differs(steps, name, levels):
@@ -46,7 +46,7 @@ def test_no_sequence_differs(steps, name, levels):
         assert step["max_running"] == users
 
 
-@pytest.mark.parametrize("name", ["ct-9b-mtp3", "ct-9b-schedule", "gptq-27b-mtp3"])
+@pytest.mark.parametrize("name", ["ct-9b-mtp3", "gptq-27b-schedule", "gptq-27b-mtp3"])
 def test_speculation_was_neither_all_accepted_nor_all_refused(steps, name):
     for step in of(steps, name).values():
         if step["acceptance"] is not None:
@@ -56,7 +56,7 @@ def test_speculation_was_neither_all_accepted_nor_all_refused(steps, name):
 
 
 def test_the_schedule_changed_the_width(steps):
-    widths = of(steps, "ct-9b-schedule")[32]
+    widths = of(steps, "gptq-27b-schedule")[32]
     assert {"1", "2", "4"} <= set(widths["width_steps"]) and widths["width_changes"] > 0
 
 

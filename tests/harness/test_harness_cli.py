@@ -115,7 +115,13 @@ def test_quickstart_hands_the_cells_on(tmp_path: Path, monkeypatch: pytest.Monke
     outcome = CliRunner().invoke(cli.app, [*command, "--port", "9", "--tokens", "40"])
     assert outcome.exit_code == 3
     names = [cell.name for cell in seen["cells"]]
-    assert names == ["gptq-27b", "gptq-27b-replica", "gptq-27b-mtp3", "ct-9b-naive"]
+    assert names == [
+        "gptq-27b",
+        "gptq-27b-replica",
+        "gptq-27b-mtp3",
+        "gptq-27b-schedule",
+        "ct-9b-naive",
+    ]
     assert seen["results"] == tmp_path / "results.json"
     assert (seen["port"], seen["prompts"], seen["tokens"]) == (9, 36, 40)
 

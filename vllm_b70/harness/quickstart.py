@@ -136,7 +136,6 @@ def default_cells(*, full: bool = False, control: bool = False) -> list[Cell]:
         # What a plain `vllm serve` runs: vLLM's compiled mode.
         Cell("ct-9b", "ct", "9b", 0, None, (8, 16, 32)),
         Cell("ct-9b-mtp3", "ct", "9b", 3, None, (8, 32)),
-        Cell("ct-9b-schedule", "ct", "9b", 3, _SCHEDULE, (8, 32)),
         # And eager mode, which starts faster.
         Cell("gptq-27b", "gptq", "27b", 0, None, (8, 16, 32), serve_args=_EAGER),
         Cell(
@@ -150,12 +149,14 @@ def default_cells(*, full: bool = False, control: bool = False) -> list[Cell]:
             replica_of="gptq-27b",
         ),  # fmt: skip
         Cell("gptq-27b-mtp3", "gptq", "27b", 3, None, (8, 32), serve_args=_EAGER),
+        Cell("gptq-27b-schedule", "gptq", "27b", 3, _SCHEDULE, (8, 32), serve_args=_EAGER),
     ]
     if full:
         language = ("--language-model-only",)
         form: dict[str, Any] = {"conditional": True, "serve_args": language}
         cells += [
             Cell("ct-9b-replica", "ct", "9b", 0, None, (32,), replica_of="ct-9b"),
+            Cell("ct-9b-schedule", "ct", "9b", 3, _SCHEDULE, (1, 8, 32)),
             Cell("ct-9b-conditional", "ct", "9b", 0, None, (8, 32), **form),
             Cell("ct-9b-conditional-mtp3", "ct", "9b", 3, None, (8, 32), **form),
             Cell("ct-9b-eager", "ct", "9b", 0, None, (8, 32), serve_args=_EAGER),
