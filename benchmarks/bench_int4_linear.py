@@ -28,7 +28,6 @@ from vllm_b70.ops.int4_words import Int4Words, pack_words
 from vllm_b70.ops.tiles import Tile
 
 SHAPES = [(24576, 4096), (4096, 12288), (10240, 4096), (4096, 4096)]
-MORE_SHAPES = [(34816, 5120), (5120, 17408)]
 ROWS = [1, 4, 16, 32, 64, 128, 256, 1024, 4096]
 GROUP = 128
 
@@ -132,17 +131,15 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
 
         def measure(rows: int, parts: int, tile: Tile) -> float:
             x = full[:rows].contiguous()
-            got = run(x, weights[0], done, parts, tile)  # noqa: B023
-            want = reference.setdefault(parts, None)  # type: ignore[arg-type]  # noqa: B023
-            if want is None:
-                want = reference[parts] = run(  # noqa: B023
-                    full, weights[0], done, parts, Tile("walk", 128, 128, 8, 3)  # noqa: B023
-                )  # fmt: skip
-            differing = int((got != want[:rows]).sum())
+            got = run(x, weights[0], done, parts, tile)
+            if parts not in reference:
+                tile_of_all = Tile("walk", 128, 128, 8, 3)
+                reference[parts] = run(full, weights[0], done, parts, tile_of_all)
+            differing = int((got != reference[parts][:rows]).sum())
             if differing:
                 print(f"DIFFERING {differing} {n}x{k} rows {rows} {parts} {tile}", flush=True)
                 return float("inf")
-            return graph_us([lambda w=w: run(x, w, done, parts, tile) for w in weights], 7)  # noqa: B023
+            return graph_us([lambda w=w: run(x, w, done, parts, tile) for w in weights], 7)
 
         def attempt(rows: int, parts: int, tile: Tile) -> float:
             try:
@@ -295,13 +292,11 @@ def compare(
             peers = vllm_peers(n, k, dtype, number) | torch_peers(n, k, dtype, number)
             for rows in ROWS:
                 x = torch.randn(rows, k, device="cuda", dtype=dtype)
-                ours = graph_us(
-                    [lambda w=w: int4_gemm.apply(x, w, None, done, 0) for w in weights]  # noqa: B023
-                )
+                ours = graph_us([lambda w=w: int4_gemm.apply(x, w, None, done, 0) for w in weights])
                 line = []
                 for name, calls in peers.items():
                     try:
-                        peer = graph_us([lambda c=c: c(x) for c in calls])  # noqa: B023
+                        peer = graph_us([lambda c=c: c(x) for c in calls])
                     except Exception as error:
                         print(f"peer {name} {n}x{k} {rows}: {str(error)[:160]}", flush=True)
                         continue

@@ -17,7 +17,7 @@ from vllm.platforms import builtin_platform_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_b70 import plugin
-from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head
+from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
 from vllm_b70.chunk_grid import GRID, least_batched_tokens
 from vllm_b70.settings import current
 from vllm_b70.speculation.schedule import check_schedule
@@ -195,13 +195,18 @@ def _check_model(config: VllmConfig) -> None:
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
-    """The checkpoint's folder: as given, or a hub id's snapshot if it is on disk already."""
+    """The checkpoint's folder: as given, or a hub id's snapshot if all of it is on disk already.
+
+    vLLM downloads the weights after this, so at a first start there is nothing to look at.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    if isinstance(found, str) and is_complete(Path(found).parent):
+        return Path(found).parent
+    return None
 
 
 def _check_dtype(config: VllmConfig) -> None:
@@ -240,11 +245,13 @@ def _check_speculation(config: VllmConfig) -> None:
     schedule = speculative.num_speculative_tokens_per_batch_size
     if schedule is not None:
         check_schedule(schedule, _max_draft_depth(config))
-    model = config.model_config.model
-    if Path(model).is_dir() and not has_mtp_head(Path(model)):
+    model = config.model_config
+    folder = _folder(model.model, model.revision)
+    if folder is not None and not has_mtp_head(folder):
         _refuse(
             "speculative decoding",
-            f"the checkpoint {model} has no mtp.* tensors, so there is no MTP head to draft with",
+            f"the checkpoint {model.model} has no mtp.* tensors, so there is no MTP head to draft "
+            "with",
             "use a checkpoint with one, or leave --speculative-config out",
         )
 

@@ -64,7 +64,7 @@ SWITCHES: dict[str, Switch] = {
         "step_trace",
         None,
         _file,
-        "absolute path of a file to which the scheduler appends one JSON line a step",
+        "absolute path of a file that the scheduler fills anew, one JSON line a step",
     ),
 }
 

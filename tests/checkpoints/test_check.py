@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_b70.checkpoints.check import check_checkpoint
+from vllm_b70.checkpoints.check import check_checkpoint, is_complete
 from vllm_b70.checkpoints.errors import CheckpointError
 from vllm_b70.checkpoints.pack import pack_compressed_tensors, quantize
 from vllm_b70.checkpoints.tiny import int4_modules, make_tiny
@@ -379,3 +379,10 @@ def test_gptq_shapes_that_contradict(
 ) -> None:
     edit_tensors(gptq, lambda tensors: tensors.update({f"{MODULE}.{suffix}": tensor}))
     refused(gptq, MODULE, fragment)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is no index of weight files"):
+        is_complete(tmp_path)

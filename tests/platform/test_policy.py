@@ -97,6 +97,7 @@ REFUSED = {
         {},
         "no MTP head",
     ),
+    "float32": ({"dtype": "float32"}, {}, "--dtype float32"),
     "gapped schedule": (
         {
             "speculative_config": MTP
@@ -173,3 +174,32 @@ def test_what_is_refused_by_name(results, case):
 
 def test_the_table_is_shown_once(results):
     assert results["log"].count("vllm_b70: the deterministic route is on") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "looked_at"),
+    [
+        (["config.json"], None, False),
+        (["config.json", "model.safetensors"], None, True),
+        (["config.json", "a.safetensors"], ["a.safetensors", "b.safetensors"], False),
+        (["config.json", "a.safetensors", "b.safetensors"], ["a.safetensors"], True),
+    ],
+)
+def test_a_hub_snapshot_is_looked_at_once_its_weights_are_there(
+    tmp_path, monkeypatch, files, index, looked_at
+):
+    """At a first start the configuration is there and the weights are not: nothing is refused."""
+    import huggingface_hub
+
+    from vllm_b70.platform import _folder
+
+    for name in files:
+        (tmp_path / name).touch()
+    if index is not None:
+        weights = {f"tensor{i}": name for i, name in enumerate(index)}
+        text = json.dumps({"weight_map": weights})
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *a, **k: str(tmp_path / "config.json")
+    )
+    assert _folder("someone/some-model", None) == (tmp_path if looked_at else None)

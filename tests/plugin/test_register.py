@@ -19,6 +19,10 @@ from vllm.platforms import current_platform
 p.register(); p.register()
 print(type(current_platform).__name__, p.registered(), sorted(c.op_registry_oot))
 """
+ONLY_THE_PLATFORM = """
+from vllm.platforms import current_platform
+current_platform.check_and_update_config(None)
+"""
 SWALLOWED = "import vllm_b70.plugin as p\np.platform = lambda: 1 / 0"
 ANOTHER_SEAM = """
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod as method
@@ -33,6 +37,7 @@ CASES = {
     "unknown switch": ({"VLLM_B70_LINAER": "exact"}, "", ""),
     "swallowed exception": ({}, SWALLOWED, ""),
     "another seam": ({}, ANOTHER_SEAM, ""),
+    "general plugin kept out": ({}, ONLY_THE_PLATFORM, ""),
     "off": ({"VLLM_B70": "0", "VLLM_B70_STEP_TRACE": "/nonexistent/t"}, "", ""),
 }
 # A fork a case: importing vLLM is what takes the time.
@@ -89,6 +94,7 @@ def test_off_reads_no_other_switch(results):
         ("unknown switch", "VLLM_B70_LINAER is not a switch"),
         ("swallowed exception", "VLLM_B70=1 but vLLM runs on CpuPlatform"),
         ("another seam", "UnquantizedLinearMethod.apply"),
+        ("general plugin kept out", "let VLLM_PLUGINS include vllm_b70"),
         ("another seam", "install vLLM 0.32.x"),
     ],
 )

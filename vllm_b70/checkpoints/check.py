@@ -111,6 +111,26 @@ def check_checkpoint(directory: Path) -> None:
 # --- configuration ------------------------------------------------------------------------
 
 
+def is_complete(directory: Path) -> bool:
+    """Whether all weight files are there: those that the index names, or any without an index.
+
+    A hub's snapshot holds the configuration before the weights arrive, and some before others.
+
+    Raises:
+        CheckpointError: the index is not one.
+    """
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return any(directory.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is no index of weight files ({error}): download the checkpoint again."
+        ) from error
+    return all((directory / name).exists() for name in names)
+
+
 def has_mtp_head(directory: Path) -> bool:
     """Whether the checkpoint holds tensors of a multi-token-prediction head (``mtp.*``).
 
