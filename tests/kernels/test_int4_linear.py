@@ -56,10 +56,17 @@ TILES = [
     Tile("split", 128, 8, 4, 2),
     Tile("walk", 64, 16, 4, 2),
     Tile("walk", 128, 32, 8, 3),
+    # The rows as the left operand, as on an XPU: whole groups, and groups in steps.
+    Tile("split", 128, 8, 4, 2, left=True, grf=256),
+    Tile("walk", 64, 16, 4, 2, left=True, step=64),
 ]
 
 
-@pytest.mark.parametrize("tile", [TILES[0], TILES[3]], ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}")
+@pytest.mark.parametrize(
+    "tile",
+    [TILES[0], TILES[3], TILES[4], TILES[5]],
+    ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}{'left' * t.left}",
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
@@ -88,6 +95,16 @@ def test_c1_rows_tiles_and_neighbours(parts):
     poisoned[3:43] = x
     for tile in TILES:
         assert torch.equal(weight.run(poisoned, tile, parts)[3:43], alone)
+
+
+def test_block_loads_are_only_a_way_to_load():
+    """A row that begins off a 64-byte border is loaded otherwise, and gives the same bits."""
+    weight = Weight(384, 64, 128, True, torch.float16)
+    x = rows(9, 384, torch.float16)
+    moved = torch.empty(9 * 384 + 1, dtype=torch.float16)[1:].view(9, 384).copy_(x)
+    assert x.data_ptr() % 64 == 0 and moved.data_ptr() % 64
+    for tile in TILES[4:]:
+        assert torch.equal(weight.run(moved, tile, 2), weight.run(x, tile, 2))
 
 
 def test_the_partition_is_part_of_the_arithmetic():

@@ -55,7 +55,18 @@ def test_every_device_and_shape_has_a_plan(family, shape):
     assert bounds == sorted(bounds)
     for rows in (1, 16, 17, 300, 16384):
         tile = plan.tile(rows)
-        assert tile.kernel in ("split", "walk") and tile.bn in (64, 128) and tile.bm >= 16
+        assert tile.kernel in ("split", "walk")
+        # An XPU's matrix unit takes the rows as its left operand, 8 at a time.
+        least, columns = (8, (256, 512)) if tile.left else (16, (64, 128))
+        assert tile.left == (family == "xpu") and tile.bm >= least and tile.bn in columns
+
+
+def test_a_register_file_is_asked_of_an_xpu_only():
+    tile = tiles.plan("int4_linear", "xpu", 4096, 4096, 32).tile(1)
+    assert (tile.bn, tile.bm, tile.warps, tile.grf) == (512, 8, 32, 256)
+    for device in ("cuda", "cpu"):
+        assert tiles.backend_options(tile, torch.device(device)) == {}
+    assert tiles.backend_options(tiles.Tile("walk", 64, 64, 4, 3), torch.device("xpu")) == {}
 
 
 def test_the_partition_never_follows_the_row_count():

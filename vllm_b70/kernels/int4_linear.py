@@ -8,19 +8,25 @@ The parts of a weight are an argument and never follow the row count. Two kernel
 bits: ``split`` lets one program compute one part and the last to finish add them in index order;
 ``walk`` lets one program walk all parts. Tiles, warps and stages are free.
 
-The operands are swapped: the weight is the left operand and goes from the packed words to the
-matrix unit through registers only. For that the words hold, for each thread of a matrix fragment,
-just the values that this thread feeds (``ops.int4_words`` makes them):
+The weight goes from the packed words to the matrix unit through registers only. On CUDA it is
+the left operand, so that few rows cost a narrow tile. On XPU (LEFT) the rows are the left operand,
+of which its matrix unit takes eight at a time. Either way the same products are added in the same
+order. The words hold, for each thread of a CUDA fragment, just the values that this thread feeds
+(``ops.int4_words`` makes them):
 
     k = 32 * block + 16 * half + 8 * high + 2 * lane + low
     word index = lane * (group / 32) + block,   bit offset = 16 * low + 8 * half + 4 * high
 
 so that two values at a time are cut out by one shift and one three-way logic operation, which also
-sets the exponent that turns them into 16-bit floats, 1024 + q or 128 + q.
+sets the exponent that turns them into 16-bit floats, 1024 + q or 128 + q. In an XPU fragment a
+thread feeds one column and all of its k: it loads the words of the four lanes one after another,
+and joining them is a renaming of registers.
 """
 
 import triton
 import triton.language as tl
+
+from vllm_b70.kernels.blocks import POINTERS, advance_block, load_block, make_block
 
 
 @triton.jit
@@ -85,16 +91,22 @@ def _pairs_cuda(words, offset, FP16: tl.constexpr):
 
 @triton.jit
 def _value(words, zero, SHIFT: tl.constexpr, FP16: tl.constexpr):
-    q = ((words >> SHIFT) & 15) - zero
-    q = q.to(tl.float32)
-    return q.to(tl.float16) if FP16 else q.to(tl.bfloat16)
+    q = (words >> SHIFT) & 15
+    if FP16:
+        # 1024 + q less 1024 + z: fewer and narrower instructions than converting an integer.
+        value = (q | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - zero
+    else:
+        value = (q - zero).to(tl.float32).to(tl.bfloat16)
+    return value
 
 
 @triton.jit
 def _pairs(words, offset, FP16: tl.constexpr):
     """``_pairs_cuda`` in plain Triton; the same values."""
-    # 1024 + z is 0x6400 + z in fp16, 128 + z is 0x4300 + z in bf16.
-    zero = offset & 0xFF
+    if FP16:
+        zero = offset.to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        zero = offset & 0xFF  # 128 + z is 0x4300 + z
     return (
         _value(words, zero, 0, FP16),
         _value(words, zero, 16, FP16),
@@ -125,7 +137,138 @@ def _weight(
 
 
 @triton.jit
-def _part(
+def _eights(at, offset, in_n, FP16: tl.constexpr, EVEN_N: tl.constexpr):
+    """The words at ``at``, [BN, n], as floats: [BN, n, low, high, half]."""
+    if EVEN_N:
+        w = tl.load(at)
+    else:
+        w = tl.load(at, mask=in_n, other=0)
+    a0, a1, b0, b1, c0, c1, d0, d1 = _pairs(w, offset, FP16)
+    first = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+    second = tl.join(tl.join(c0, c1), tl.join(d0, d1))
+    return tl.join(first, second)
+
+
+@triton.jit
+def _weight_right(
+    at,
+    offset,
+    in_n,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    BN: tl.constexpr,
+    FP16: tl.constexpr,
+    EVEN_N: tl.constexpr,
+):
+    """The words from ``at`` on, [BN, 1] pointers, as [STEP, BN] floats in ascending k.
+
+    Each load is of neighbouring words, so that the compiler gives a thread whole columns; and there
+    is no ``tl.trans``, because it takes a transposed operand through shared memory.
+    """
+    if GROUP == 32:
+        # One block, so that the four lanes are neighbours.
+        w = _eights(at + tl.arange(0, 4)[None, :], offset, in_n, FP16, EVEN_N)
+        w = tl.permute(w, (4, 3, 1, 2, 0))  # half, high, lane, low, row
+    else:
+        at += tl.arange(0, STEP // 32)[None, :]
+        w0 = _eights(at, offset, in_n, FP16, EVEN_N)
+        w1 = _eights(at + GROUP // 32, offset, in_n, FP16, EVEN_N)
+        w2 = _eights(at + 2 * (GROUP // 32), offset, in_n, FP16, EVEN_N)
+        w3 = _eights(at + 3 * (GROUP // 32), offset, in_n, FP16, EVEN_N)
+        w = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+        # Block, half, high, lane >> 1, lane & 1, low, row.
+        w = tl.permute(w, (1, 4, 3, 6, 5, 2, 0))
+    return tl.reshape(w, (STEP, BN))
+
+
+@triton.jit
+def _rows(x_at, k, in_m, K, STEP: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BM, STEP] of x from k on."""
+    if EVEN_K:
+        x = tl.load(x_at + k, mask=in_m, other=0.0)
+    else:
+        in_k = (k + tl.arange(0, STEP) < K)[None, :]
+        x = tl.load(x_at + k, mask=in_m & in_k, other=0.0)
+    return x
+
+
+@triton.jit
+def _part_rows_left(
+    x,
+    words,
+    scale,
+    offset,
+    rows_n,
+    rows_m,
+    first_row,
+    M,
+    NP,
+    K,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    FP16: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum over groups first to last, ascending; [BM, BN] fp32. A group is cut into steps, whose
+    products continue one sum."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    rows_k = tl.arange(0, STEP)
+    in_m = (rows_m < M)[:, None]
+    in_n = rows_n < NP
+    middle = 0x64086408 if FP16 else 0x43084308
+    word_at = words + rows_n[:, None] * (GROUP // 8)
+    symmetric = tl.full((BN, 1), middle, tl.int32)
+    x_at = x + rows_m.to(tl.int64)[:, None] * K + rows_k[None, :]
+    if BLOCK:
+        x_block = make_block(x, M, K, first_row, first * GROUP, BM, STEP)
+    for group in range(first, last):
+        if EVEN_N:
+            s = tl.load(scale + group * NP + rows_n)
+        else:
+            s = tl.load(scale + group * NP + rows_n, mask=in_n, other=0.0)
+        if ASYMMETRIC:
+            z = tl.load(offset + group * NP + rows_n, mask=in_n, other=middle)[:, None]
+        else:
+            z = symmetric
+        at = word_at + group * NP * (GROUP // 8)
+        if STEP == GROUP:
+            if BLOCK:
+                xs = load_block(x_block, first_row, group * GROUP)
+                if POINTERS:
+                    x_block = advance_block(x_block, GROUP)
+            else:
+                xs = _rows(x_at, group * GROUP, in_m, K, STEP, EVEN_K)
+            w = _weight_right(at, z, in_n[:, None], GROUP, STEP, BN, FP16, EVEN_N)
+            p = tl.dot(xs, w, out_dtype=tl.float32)
+        else:
+            p = tl.zeros((BM, BN), tl.float32)
+            if BLOCK:
+                x_block = make_block(x, M, K, first_row, group * GROUP, BM, STEP)
+            for step in tl.range(0, GROUP // STEP):
+                if BLOCK:
+                    xs = load_block(x_block, first_row, group * GROUP + step * STEP)
+                    if POINTERS:
+                        x_block = advance_block(x_block, STEP)
+                else:
+                    xs = _rows(x_at, group * GROUP + step * STEP, in_m, K, STEP, EVEN_K)
+                w = _weight_right(
+                    at + step * (STEP // 32), z, in_n[:, None], GROUP, STEP, BN, FP16, EVEN_N
+                )
+                p = tl.dot(xs, w, p, out_dtype=tl.float32)
+        # Two roundings: launches switch fusion off, so that no kernel makes one of them.
+        acc += p * s.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _part_weight_left(
     x,
     words,
     scale,
@@ -146,7 +289,7 @@ def _part(
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """The sum over groups first to last, ascending; [BN, BM] fp32. Shared by both kernels."""
+    """The sum over groups first to last, ascending; [BN, BM] fp32."""
     acc = tl.zeros((BN, BM), tl.float32)
     rows_k = tl.arange(0, GROUP)
     word_at = words + rows_n[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
@@ -178,13 +321,67 @@ def _part(
 
 
 @triton.jit
-def _finish(out, bias, y, rows_n, rows_m, M, N, BIAS: tl.constexpr):
+def _part(
+    x,
+    words,
+    scale,
+    offset,
+    rows_n,
+    rows_m,
+    first_row,
+    M,
+    NP,
+    K,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    FP16: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PTX: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One part of the K partition: [BM, BN] if LEFT, else [BN, BM]. Shared by both kernels."""
+    if LEFT:
+        part = _part_rows_left(
+            x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K, first, last,
+            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, BLOCK,
+        )  # fmt: skip
+    else:
+        part = _part_weight_left(
+            x, words, scale, offset, rows_n, rows_m, M, NP, K, first, last,
+            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+        )  # fmt: skip
+    return part
+
+
+@triton.jit
+def _places(rows_n, rows_m, M, N, LEFT: tl.constexpr):
+    """Where a tile of the output lies, and which of its elements exist."""
+    if LEFT:
+        at = rows_m.to(tl.int64)[:, None] * N + rows_n[None, :]
+        mask = (rows_m < M)[:, None] & (rows_n < N)[None, :]
+    else:
+        at = rows_m.to(tl.int64)[None, :] * N + rows_n[:, None]
+        mask = (rows_m < M)[None, :] & (rows_n < N)[:, None]
+    return at, mask
+
+
+@triton.jit
+def _finish(out, bias, y, rows_n, rows_m, M, N, BIAS: tl.constexpr, LEFT: tl.constexpr):
     if BIAS:
-        y += tl.load(bias + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)[:, None]
-    at = rows_m.to(tl.int64)[None, :] * N + rows_n[:, None]
-    tl.store(
-        out + at, y.to(out.dtype.element_ty), mask=(rows_m < M)[None, :] & (rows_n < N)[:, None]
-    )
+        b = tl.load(bias + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)
+        if LEFT:
+            y += b[None, :]
+        else:
+            y += b[:, None]
+    at, mask = _places(rows_n, rows_m, M, N, LEFT)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 # The row count must neither be a constant of a kernel nor choose between two compilations of it.
@@ -205,6 +402,7 @@ def split(
     groups,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     FP16: tl.constexpr,
@@ -213,6 +411,8 @@ def split(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (columns / BN, PARTS, rows / BM).
 
@@ -227,21 +427,23 @@ def split(
             is 1.
         done: [rows / BM * columns / BN] int32, zero before and after.
         out: [M, N], the dtype of x.
+        STEP: Values of k multiplied at once, 64 or GROUP; unread if not LEFT.
+        LEFT: The rows are the left operand (XPU). The same bits.
+        BLOCK: Load x by 2D blocks, if ``ops.blocks.fits``; unread if not LEFT.
     """
     column, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
     first, last = part * groups // PARTS, (part + 1) * groups // PARTS
     y = _part(
-        x, words, scale, offset, rows_n, rows_m, M, NP, K, first, last,
-        GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+        x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, first, last,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
     )  # fmt: skip
     if PARTS == 1:
-        _finish(out, bias, y, rows_n, rows_m, M, N, BIAS)
+        _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
     else:
-        at = rows_m.to(tl.int64)[None, :] * N + rows_n[:, None]
+        at, mask = _places(rows_n, rows_m, M, N, LEFT)
         size = M.to(tl.int64) * N
-        mask = (rows_m < M)[None, :] & (rows_n < N)[:, None]
         tl.store(partial + part * size + at, y, mask=mask)
         # All stores of this program come before its count, and the last program's loads after it.
         tl.debug_barrier()
@@ -251,7 +453,7 @@ def split(
             y = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
             for i in tl.static_range(1, PARTS):
                 y += tl.load(partial + i * size + at, mask=mask, other=0.0, cache_modifier=".cg")
-            _finish(out, bias, y, rows_n, rows_m, M, N, BIAS)
+            _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
             tl.store(counter, 0)
 
 
@@ -270,6 +472,7 @@ def walk(
     groups,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     FP16: tl.constexpr,
@@ -278,19 +481,21 @@ def walk(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Many rows: one program walks the parts. Grid (rows / BM, columns / BN); else as ``split``."""
     row, column = tl.program_id(0), tl.program_id(1)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
     y = _part(
-        x, words, scale, offset, rows_n, rows_m, M, NP, K, 0, groups // PARTS,
-        GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+        x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, 0, groups // PARTS,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
     )  # fmt: skip
     for i in range(1, PARTS):
         y += _part(
-            x, words, scale, offset, rows_n, rows_m, M, NP, K,
+            x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K,
             i * groups // PARTS, (i + 1) * groups // PARTS,
-            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
         )  # fmt: skip
-    _finish(out, bias, y, rows_n, rows_m, M, N, BIAS)
+    _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)

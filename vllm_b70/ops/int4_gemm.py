@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
-from vllm_b70.ops import library, tiles
+from vllm_b70.ops import blocks, library, tiles
 from vllm_b70.ops.int4_words import Int4Words
 
 OP = "int4_linear"
@@ -54,9 +57,10 @@ def launch(
     columns = out.shape[1]
     groups, padded, _ = words.shape
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
-    constants = dict(
+    constants: dict[str, Any] = dict(
         PARTS=parts,
         GROUP=group,
+        STEP=min(tile.step or group, group),
         BN=tile.bn,
         BM=tile.bm,
         FP16=x.dtype == torch.float16,
@@ -65,9 +69,12 @@ def launch(
         EVEN_N=padded % tile.bn == 0,
         EVEN_K=depth % group == 0,
         PTX=ptx,
+        LEFT=tile.left,
+        BLOCK=tile.left and blocks.fits(x),
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
+        **tiles.backend_options(tile, x.device),
     )
     offsets = words if offset is None else offset
     biases = scale if bias is None else bias
@@ -123,7 +130,7 @@ def int4_gemm(
     parts = parts or plan.parts
     tile = plan.tile(rows)
     if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
-        tile = tiles.Tile("walk", tile.bn, tile.bm, tile.warps, tile.stages)
+        tile = dataclasses.replace(tile, kernel="walk")
     launch(
         x.contiguous(), words, scale, offset, bias, done, out, group, parts, tile,
         ptx=x.device.type == "cuda",

@@ -25,6 +25,9 @@ class Tile:
         bm: Rows of a tile.
         warps: Warps of a program.
         stages: Loads in flight.
+        left: The rows are the left operand of the matrix unit, as XPU's wants it.
+        step: Values of k multiplied at once where ``left``; 0 is a whole group.
+        grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
     """
 
     kernel: str
@@ -32,6 +35,9 @@ class Tile:
     bm: int
     warps: int
     stages: int
+    left: bool = False
+    step: int = 0
+    grf: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,17 @@ def family(device: torch.device) -> str:
     return device.type
 
 
+def backend_options(tile: Tile, device: torch.device) -> dict[str, Any]:
+    """What a launch passes to the compiler of one kind of device and no other would take."""
+    if not tile.grf or device.type != "xpu":
+        return {}
+    from triton.backends.intel.compiler import XPUOptions
+
+    # triton-xpu 3.3 has other names than later ones, and takes a wrong one without a word.
+    names = {128: "small", 256: "large"} if "large" in XPUOptions.grf_mode else {}
+    return {"grf_mode": names.get(tile.grf, str(tile.grf))}
+
+
 @functools.cache
 def _table(op: str) -> dict[str, Any]:
     text = resources.files("vllm_b70.ops").joinpath(f"{op}.tiles.json").read_text()
@@ -69,12 +86,11 @@ def _table(op: str) -> dict[str, Any]:
     return table
 
 
-def _plan(entry: dict[str, Any]) -> Plan:
-    tiles = tuple(
-        (t["rows"], Tile(t["kernel"], t["bn"], t["bm"], t["warps"], t["stages"]))
-        for t in entry["tiles"]
+def _plan(parts: int, entries: list[dict[str, Any]]) -> Plan:
+    return Plan(
+        parts,
+        tuple((t["rows"], Tile(**{k: v for k, v in t.items() if k != "rows"})) for t in entries),
     )
-    return Plan(entry["parts"], tiles)
 
 
 @functools.cache
@@ -89,16 +105,14 @@ def plan(op: str, device_family: str, columns: int, depth: int, groups: int) -> 
         groups: Groups along K; no plan has more parts than that.
 
     Returns:
-        The table's plan for this shape, else the default of the family, else that of unknown
-        devices, with parts chosen from the shape.
+        The table's plan for this shape; what its entry leaves out comes from the default of the
+        family, else that of unknown devices, with parts chosen from the shape.
     """
     table = _table(op)
     shapes = table.get(device_family, table["default"])
-    entry = shapes.get(f"{columns}x{depth}")
-    if entry is None:
-        entry = dict(shapes.get("default", table["default"]["default"]))
-        # Enough programs for a large device at one row, and at least 8 groups for each.
-        wanted = -(-256 * 64 // columns)
-        entry["parts"] = max(1, min(8, wanted, groups // 8))
-    found = _plan(entry)
-    return Plan(max(1, min(found.parts, groups)), found.tiles)
+    default = shapes.get("default", table["default"]["default"])
+    entry = shapes.get(f"{columns}x{depth}", default)
+    # Enough programs for a large device at one row, and at least 8 groups for each.
+    wanted = -(-256 * 64 // columns)
+    parts = entry.get("parts", max(1, min(8, wanted, groups // 8)))
+    return _plan(max(1, min(parts, groups)), entry.get("tiles", default["tiles"]))
