@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 import torch
+
+__all__ = ["Plan", "Tile", "family", "plan", "processors", "replace"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Tile:
         bm: Rows of a tile.
         warps: Warps of a program.
         stages: Loads in flight.
+        bk: Values of k of a step, where the kernel leaves it free.
+        swap: The weight is the left operand, where the kernel leaves it free.
+        tensor: Operands are loaded by tensor descriptors, where the kernel can.
+        persistent: As many programs as the device holds, each walking several tiles.
     """
 
     kernel: str
@@ -32,6 +38,10 @@ class Tile:
     bm: int
     warps: int
     stages: int
+    bk: int = 0
+    swap: bool = False
+    tensor: bool = False
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,18 @@ def family(device: torch.device) -> str:
 
 
 @functools.cache
+def processors(device: torch.device) -> int:
+    """Programs of a persistent launch: the device's multiprocessors, or Xe cores."""
+    if device.type == "cpu":
+        return 4
+    properties = torch.get_device_module(device).get_device_properties(device)
+    for name in ("multi_processor_count", "gpu_subslice_count"):
+        if hasattr(properties, name):
+            return int(getattr(properties, name))
+    raise ValueError(f"{device} does not say how many processors it has")
+
+
+@functools.cache
 def _table(op: str) -> dict[str, Any]:
     text = resources.files("vllm_b70.ops").joinpath(f"{op}.tiles.json").read_text()
     table: dict[str, Any] = json.loads(text)
@@ -71,8 +93,7 @@ def _table(op: str) -> dict[str, Any]:
 
 def _plan(entry: dict[str, Any]) -> Plan:
     tiles = tuple(
-        (t["rows"], Tile(t["kernel"], t["bn"], t["bm"], t["warps"], t["stages"]))
-        for t in entry["tiles"]
+        (t["rows"], Tile(**{k: v for k, v in t.items() if k != "rows"})) for t in entry["tiles"]
     )
     return Plan(entry["parts"], tiles)
 
