@@ -18,19 +18,20 @@ def copies(weight_bytes: int) -> int:
     return max(2, min(24, -(-ROTATION // weight_bytes)))
 
 
-def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
+def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15, least: int = 12) -> float:
     """Median microseconds of one call, over replays of a graph that holds all calls in turn.
 
     Args:
         calls: The same work on different weights.
         replays: Replays that are timed, after three that are not.
+        least: Calls in the graph at least.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
     torch.cuda.synchronize()
-    repeat = max(1, 12 // len(calls))
+    repeat = max(1, least // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeat):
@@ -47,6 +48,17 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (repeat * len(calls)))
     return statistics.median(times)
+
+
+def copy_gb_per_s() -> float:
+    """Bytes read and written per second by a copy of 2 GiB, in 1e9.
+
+    The copy is a kernel: a copy by the driver, which ``copy_`` is, was slower by a third.
+    """
+    source = torch.zeros(2**30, dtype=torch.float16, device="cuda")
+    target = torch.empty_like(source)
+    us = graph_us([lambda: torch.neg(source, out=target)], least=3)
+    return 2 * source.numel() * source.element_size() / us / 1e3
 
 
 def versions() -> dict[str, str]:

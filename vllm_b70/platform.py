@@ -189,6 +189,12 @@ def _check_model(config: VllmConfig) -> None:
             "only 4-bit compressed-tensors and GPTQ weights have an exact kernel",
             "use such a checkpoint, or one that is not quantised",
         )
+    if model.head_dtype != model.dtype:
+        _refuse(
+            f"head_dtype {str(model.head_dtype).removeprefix('torch.')}",
+            "the lm_head has an exact kernel for the model's own dtype only",
+            "leave it out of --hf-overrides",
+        )
     folder = _folder(model.model, model.revision)
     if folder is not None:
         check_checkpoint(folder)

@@ -57,6 +57,7 @@ REFUSED = {
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype fp8"),
     "ssm dtype": ({"mamba_ssm_cache_dtype": "bfloat16"}, {}, "--mamba-ssm-cache-dtype bfloat16"),
+    "head dtype": ({"hf_overrides": {"head_dtype": "float32"}}, {}, "head_dtype float32"),
     "float16": ({"dtype": "float16"}, {}, "--dtype float16"),
     "split kv": ({}, {"VLLM_CPU_ATTN_SPLIT_KV": "1"}, "VLLM_CPU_ATTN_SPLIT_KV=1"),
     "pipeline": ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2"),

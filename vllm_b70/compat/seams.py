@@ -110,6 +110,12 @@ SEAMS: dict[str, Seam] = {
         ("self", "layer", "x", "bias"),
         "layers.linear replaces the GEMM of the lm_head",
     ),
+    "top_tokens": Seam(
+        "vllm.model_executor.layers.logits_processor",
+        "LogitsProcessor.get_top_tokens",
+        ("self", "lm_head", "hidden_states", "embedding_bias"),
+        "layers.logits_processor takes the argmax inside the lm_head's GEMM",
+    ),
     "mp_kernel_config": Seam(
         "vllm.model_executor.kernels.linear.mixed_precision",
         "MPLinearLayerConfig",

@@ -19,7 +19,7 @@ def register(settings: Settings) -> None:
     """
     import torch
 
-    from vllm_b70.layers import gated_delta_net, int4_linear, linear, norm
+    from vllm_b70.layers import gated_delta_net, int4_linear, linear, logits_processor, norm
 
     # vLLM's attention and chunked kernels use the AMX registers where there are any. A process must
     # ask the system for them first; stock vLLM's does through oneDNN, whose linears we replace.
@@ -27,5 +27,6 @@ def register(settings: Settings) -> None:
         torch.cpu._init_amx()
     int4_linear.register(settings.linear)
     linear.register()
+    logits_processor.register()
     norm.register()
     gated_delta_net.register()

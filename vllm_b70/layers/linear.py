@@ -14,6 +14,7 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding
 
 from vllm_b70.compat.seams import require
+from vllm_b70.ops import gemm
 from vllm_b70.ops import linear as ops
 from vllm_b70.plugin import PluginError
 
@@ -57,9 +58,29 @@ def check_method(layer: Any) -> None:
     )
 
 
-def apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``ops.linear`` over any leading dimensions of ``x``; the op stays opaque to torch.compile."""
-    y = torch.ops.vllm_b70.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+def prepare(layer: Any, weight: torch.Tensor) -> None:
+    """Register on a layer what ``multiply`` needs beside its weight, [N, K].
+
+    On a CPU that is a transposed copy of the weight; elsewhere the weight serves as it is and the
+    kernel needs its counters.
+    """
+    for name in ("b70_weight", "b70_done"):
+        if hasattr(layer, name):
+            delattr(layer, name)
+    if weight.device.type == "cpu":
+        layer.register_buffer("b70_weight", ops.pack(weight), persistent=False)
+    else:
+        done = torch.zeros(gemm.counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
+        layer.register_buffer("b70_done", done, persistent=False)
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear op over any leading dimensions of ``x``; it stays opaque to torch.compile."""
+    rows = x.reshape(-1, x.shape[-1])
+    if hasattr(layer, "b70_done"):
+        y = torch.ops.vllm_b70.gemm(rows, layer.weight, bias, layer.b70_done, 0)
+    else:
+        y = torch.ops.vllm_b70.linear(rows, layer.b70_weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -70,31 +91,27 @@ class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
         # The gated delta net keeps the weight of its convolution, [D, 1, W], in a linear layer.
         if layer.weight.dim() != 2:
             return
-        layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
-        layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
+        prepare(layer, layer.weight.data)
+        if hasattr(layer, "b70_weight"):
+            layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return apply_linear(x, layer.b70_weight, bias)
+        return multiply(layer, x, bias)
 
 
 class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
-    """Embedding and lm_head; the look-up needs the weight as it is, so the head's transposed copy
-    is made beside it: for a head at load, for tied embeddings at the first use as a head."""
+    """Embedding and lm_head; the look-up needs the weight as it is, so what the head needs is made
+    beside it: for a head at load, for tied embeddings on a CPU at the first use as a head."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.b70_weight = None
-        if isinstance(layer, vllm_embedding.ParallelLMHead):
-            self._pack(layer)
-
-    def _pack(self, layer: Any) -> None:
-        if hasattr(layer, "b70_weight"):
-            del layer.b70_weight
-        layer.register_buffer("b70_weight", ops.pack(layer.weight.data), persistent=False)
+        head = isinstance(layer, vllm_embedding.ParallelLMHead)
+        if head or layer.weight.device.type != "cpu":
+            prepare(layer, layer.weight.data)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if getattr(layer, "b70_weight", None) is None:
-            self._pack(layer)
-        return apply_linear(x, layer.b70_weight, bias)
+        if not hasattr(layer, "b70_weight") and not hasattr(layer, "b70_done"):
+            prepare(layer, layer.weight.data)
+        return multiply(layer, x, bias)
 
 
 def _out_of_tree(base: type, stock: type, method: type) -> type:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ def int4_gemm(
     parts = parts or plan.parts
     tile = plan.tile(rows)
     if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
-        tile = dataclasses.replace(tile, kernel="walk")
+        tile = tiles.replace(tile, kernel="walk")
     launch(
         x.contiguous(), words, scale, offset, bias, done, out, group, parts, tile,
         ptx=x.device.type == "cuda",

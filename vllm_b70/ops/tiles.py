@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 import torch
+
+__all__ = ["Plan", "Tile", "family", "plan", "processors", "replace"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Tile:
         bm: Rows of a tile.
         warps: Warps of a program.
         stages: Loads in flight.
+        bk: Values of k of a step, where the kernel leaves it free.
+        swap: The weight is the left operand, where the kernel leaves it free.
+        tensor: Operands are loaded by tensor descriptors, where the kernel can.
+        persistent: As many programs as the device holds, each walking several tiles.
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
@@ -35,6 +41,10 @@ class Tile:
     bm: int
     warps: int
     stages: int
+    bk: int = 0
+    swap: bool = False
+    tensor: bool = False
+    persistent: bool = False
     left: bool = False
     step: int = 0
     grf: int = 0
@@ -77,6 +87,18 @@ def backend_options(tile: Tile, device: torch.device) -> dict[str, Any]:
     # triton-xpu 3.3 has other names than later ones, and takes a wrong one without a word.
     names = {128: "small", 256: "large"} if "large" in XPUOptions.grf_mode else {}
     return {"grf_mode": names.get(tile.grf, str(tile.grf))}
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Programs of a persistent launch: the device's multiprocessors, or Xe cores."""
+    if device.type == "cpu":
+        return 4
+    properties = torch.get_device_module(device).get_device_properties(device)
+    for name in ("multi_processor_count", "gpu_subslice_count"):
+        if hasattr(properties, name):
+            return int(getattr(properties, name))
+    raise ValueError(f"{device} does not say how many processors it has")
 
 
 @functools.cache

@@ -1,0 +1,269 @@
+"""``torch.ops.vllm_b70.gemm`` and ``gemm_argmax``: the 16-bit linear layer on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_b70.ops import library, tiles
+from vllm_b70.ops.int4_gemm import WORKSPACE
+
+OP = "linear"
+#: Column and row tile of the smallest launch that counts finished parts.
+LEAST_BN, LEAST_BM = 16, 8
+#: Rows whose tile serves the argmax of more rows too: ranking needs registers that a larger tile
+#: has not got.
+ARGMAX_ROWS = 64
+#: Values of k that no part cuts (``kernels.linear.UNIT``).
+UNIT = 128
+
+
+def counters(columns: int) -> int:
+    """Size of the ``done`` buffer of a weight: int32 zeros that the kernel leaves zero.
+
+    Calls on one weight share it, so they must not overlap in time (one stream does that).
+    """
+    # Row tiles are bounded by the workspace: PARTS * M * N * 4 bytes, PARTS at least 2.
+    return -(-columns // LEAST_BN) * (WORKSPACE // (8 * columns) // LEAST_BM + 1)
+
+
+def plan(device: torch.device, columns: int, depth: int) -> tiles.Plan:
+    """The table's plan for a weight, [N, K]."""
+    return tiles.plan(OP, tiles.family(device), columns, depth, -(-depth // UNIT))
+
+
+def parts_of(weight: torch.Tensor) -> int:
+    """The K partition that ``gemm`` takes for a weight, [N, K]: for a call on a piece of it."""
+    return plan(weight.device, *weight.shape).parts
+
+
+def _describable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor memory unit takes it: 16-byte aligned rows."""
+    return tensor.data_ptr() % 16 == 0 and tensor.shape[1] * tensor.element_size() % 16 == 0
+
+
+def _operands(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> tuple[Any, Any, bool]:
+    """The operands as the kernel takes them, and whether they are tensor descriptors."""
+    if not (tile.tensor and _describable(x) and _describable(weight)):
+        return x, weight, False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return (
+        TensorDescriptor.from_tensor(x, [tile.bm, tile.bk]),
+        TensorDescriptor.from_tensor(weight, [tile.bn, tile.bk]),
+        True,
+    )
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    out: torch.Tensor,
+    parts: int,
+    tile: tiles.Tile,
+) -> None:
+    """Run one tile choice; what ``gemm`` does after choosing, and what the benchmark times.
+
+    Args:
+        x: [M, K], contiguous.
+        weight: [N, K], contiguous.
+        bias: [N] or None.
+        done: From ``counters``.
+        out: [M, N], filled.
+        parts: The K partition.
+        tile: The launch.
+    """
+    from vllm_b70.kernels import linear as kernels
+
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
+    left, right, tensor = _operands(x, weight, tile)
+    constants = dict(
+        PARTS=parts,
+        BN=tile.bn,
+        BM=tile.bm,
+        BK=tile.bk,
+        SWAP=tile.swap,
+        TENSOR=tensor,
+        BIAS=bias is not None,
+        EVEN_K=depth % tile.bk == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+    biases = weight if bias is None else bias
+    if tile.kernel == "split":
+        size = parts * rows * columns if parts > 1 else 1
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        kernels.split[(column_tiles, parts, row_tiles)](
+            left, right, biases, partial, done, out, rows, columns, depth, **constants
+        )
+    else:
+        programs = row_tiles * column_tiles
+        if tile.persistent:
+            programs = min(programs, tiles.processors(x.device))
+        kernels.walk[(programs,)](
+            left, right, biases, out, rows, columns, depth, FLATTEN=tile.persistent, **constants
+        )
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    if weight.dtype != x.dtype or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"weight must be {x.dtype} [N, {x.shape[1]}], not {weight.dtype} {(*weight.shape,)}"
+        )
+    if not weight.is_contiguous():
+        raise ValueError("weight must be contiguous")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias must be [{weight.shape[0]}], not {(*bias.shape,)}")
+    return x.contiguous(), weight
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    parts: int,
+) -> torch.Tensor:
+    """16-bit linear whose row m depends on row m of ``x``, the weight and ``parts`` alone.
+
+    Args:
+        x: [M, K] bf16 or fp16.
+        weight: [N, K], the dtype of ``x``.
+        bias: [N] or None.
+        done: int32 zeros, from ``counters``; zero again afterwards.
+        parts: The K partition; 0 takes the table's.
+
+    Returns:
+        [M, N] in the dtype of ``x``; the arithmetic is in ``reference.linear``.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    x, weight = _checked(x, weight, bias)
+    (rows, depth), columns = x.shape, weight.shape[0]
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    chosen = plan(x.device, columns, depth)
+    parts = parts or chosen.parts
+    tile = chosen.tile(rows)
+    if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
+        tile = tiles.replace(tile, kernel="walk")
+    launch(x, weight, bias, done, out, parts, tile)
+    return out
+
+
+def launch_argmax(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    parts: int,
+    tile: tiles.Tile,
+) -> None:
+    """Run one tile choice of ``gemm_argmax``.
+
+    Args:
+        x: [M, K], contiguous.
+        weight: [N, K], contiguous.
+        bias: [N] or None.
+        value: [M] fp32, filled.
+        index: [M] int64, filled.
+        parts: The K partition.
+        tile: The launch; its kernel, ``split`` or ``walk``, does not matter.
+    """
+    import triton.language as tl
+
+    from vllm_b70.kernels import linear as kernels
+
+    columns, depth = weight.shape
+    column_tiles = -(-columns // tile.bn)
+    # Many rows go in pieces, so that the workspace stays bounded.
+    piece = max(tile.bm, WORKSPACE // (8 * column_tiles) // tile.bm * tile.bm)
+    for first in range(0, x.shape[0], piece):
+        rows = x[first : first + piece]
+        count = rows.shape[0]
+        left, right, tensor = _operands(rows, weight, tile)
+        best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
+        kernels.argmax[(-(-count // tile.bm), column_tiles)](
+            left, right, weight if bias is None else bias, best, count, columns, depth,
+            PARTS=parts, BN=tile.bn, BM=tile.bm, BK=tile.bk, SWAP=tile.swap, TENSOR=tensor,
+            BIAS=bias is not None, EVEN_K=depth % tile.bk == 0,
+            DTYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+        kernels.best_of[(count,)](
+            best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4
+        )
+
+
+def gemm_argmax(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row and its lowest column, without a row of logits.
+
+    As ``argmax`` over ``gemm``'s result: columns tie when their logits round to one value, the
+    lowest of them is taken, and the first NaN counts as the largest.
+
+    Args:
+        x: [M, K] bf16 or fp16.
+        weight: [N, K], the dtype of ``x``.
+        bias: [N] or None.
+        parts: The K partition; 0 takes the table's.
+
+    Returns:
+        Values [M] fp32 and columns [M] int64.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    x, weight = _checked(x, weight, bias)
+    rows = x.shape[0]
+    value = torch.empty(rows, dtype=torch.float32, device=x.device)
+    index = torch.empty(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        chosen = plan(x.device, *weight.shape)
+        launch_argmax(x, weight, bias, value, index, parts or chosen.parts, chosen.tile(rows))
+    return value, index
+
+
+def _fake_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    done: torch.Tensor,
+    parts: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _fake_argmax(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[0]
+    return x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int64)
+
+
+library.define(
+    "gemm(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) done, int parts) -> Tensor",
+    gemm,
+    _fake_gemm,
+    devices=("CUDA", "XPU", "CPU"),
+)
+library.define(
+    "gemm_argmax(Tensor x, Tensor weight, Tensor? bias, int parts) -> (Tensor, Tensor)",
+    gemm_argmax,
+    _fake_argmax,
+    devices=("CUDA", "XPU", "CPU"),
+)
