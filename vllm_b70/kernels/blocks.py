@@ -28,6 +28,18 @@ if POINTERS:
         return tl.make_block_ptr(x, (rows, columns), (columns, 1), (row, column), (BR, BC), (1, 0))
 
     @triton.jit
+    def make_transposed_block(x, rows, columns, row, column, BR: tl.constexpr, BC: tl.constexpr):
+        """``make_block`` whose values are [BC, BR], as the right operand of a dot wants a weight.
+
+        The loads transpose it; ``tl.trans`` of a block goes through shared memory instead."""
+        return tl.make_block_ptr(x, (columns, rows), (1, columns), (column, row), (BC, BR), (0, 1))
+
+    @triton.jit
+    def advance_transposed_block(block, by: tl.constexpr):
+        """``advance_block`` of a transposed block."""
+        return tl.advance(block, (by, 0))
+
+    @triton.jit
     def load_block(block, row, column):
         """[BR, BC] values from (row, column), to where the block has been advanced."""
         return tl.load(block, boundary_check=(0, 1), padding_option="zero")
@@ -38,6 +50,16 @@ if POINTERS:
         return tl.advance(block, (0, by))
 
 else:
+
+    @triton.jit
+    def make_transposed_block(x, rows, columns, row, column, BR: tl.constexpr, BC: tl.constexpr):
+        """Never called: the values of a descriptor are transposed by ``tl.trans``."""
+        return make_block(x, rows, columns, row, column, BR, BC)
+
+    @triton.jit
+    def advance_transposed_block(block, by: tl.constexpr):
+        """Never called: a descriptor does not move."""
+        return block
 
     @triton.jit
     def make_block(x, rows, columns, row, column, BR: tl.constexpr, BC: tl.constexpr):

@@ -12,6 +12,15 @@ Tiles, warps, stages, the order of the operands and the kind of load are free.
 import triton
 import triton.language as tl
 
+from vllm_b70.kernels.blocks import (
+    POINTERS,
+    advance_block,
+    advance_transposed_block,
+    load_block,
+    make_block,
+    make_transposed_block,
+)
+
 #: Values of k that are never cut: parts begin at multiples of it, and BK divides it.
 UNIT = 128
 _UNIT = tl.constexpr(UNIT)
@@ -39,7 +48,11 @@ def _part(
     rows_k = tl.arange(0, BK)
     rows_m = row + tl.arange(0, BM)
     rows_n = column + tl.arange(0, BN)
-    if not TENSOR:
+    if TENSOR:
+        if POINTERS:
+            x_block = make_block(x, M, K, row, first * _UNIT, BM, BK)
+            w_block = make_transposed_block(w, N, K, column, first * _UNIT, BN, BK)
+    else:
         # Rows outside are read as row 0: what they give is never stored.
         x_at = x + tl.where(rows_m < M, rows_m, 0).to(tl.int64)[:, None] * K + rows_k[None, :]
         w_at = w + tl.where(rows_n < N, rows_n, 0).to(tl.int64)[:, None] * K + rows_k[None, :]
@@ -47,8 +60,14 @@ def _part(
     for step in range(first * (_UNIT // BK), last * (_UNIT // BK)):
         k = step * BK
         if TENSOR:
-            a = x.load([row, k])
-            b = w.load([column, k])
+            if POINTERS:
+                a = load_block(x_block, row, k)
+                b = load_block(w_block, k, column)
+                x_block = advance_block(x_block, BK)
+                w_block = advance_transposed_block(w_block, BK)
+            else:
+                a = x.load([row, k])
+                b = w.load([column, k])
         elif EVEN_K:
             a = tl.load(x_at + k)
             b = tl.load(w_at + k)
@@ -58,6 +77,8 @@ def _part(
             b = tl.load(w_at + k, mask=in_k, other=0.0)
         if SWAP:
             acc = tl.dot(b, a.T, acc)
+        elif TENSOR and POINTERS:
+            acc = tl.dot(a, b, acc)
         else:
             acc = tl.dot(a, b.T, acc)
     return acc
@@ -127,8 +148,10 @@ def split(
     """Few rows: the parts side by side. Grid (N / BN, PARTS, M / BM).
 
     Args:
-        x: [M, K] fp16 or bf16; a tensor descriptor with blocks [BM, BK] if TENSOR.
-        w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR.
+        x: [M, K] fp16 or bf16; a tensor descriptor with blocks [BM, BK] if TENSOR, unless
+            ``blocks.POINTERS``.
+        w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR, unless
+            ``blocks.POINTERS``.
         bias: [N], unread if not BIAS.
         partial: [PARTS, M, N] fp32 workspace; its former content does not matter. Unread if PARTS
             is 1.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_b70.ops import library, tiles
+from vllm_b70.ops import blocks, library, tiles
 from vllm_b70.ops.int4_gemm import WORKSPACE
 
 OP = "linear"
@@ -44,9 +44,14 @@ def _describable(tensor: torch.Tensor) -> bool:
 
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> tuple[Any, Any, bool]:
-    """The operands as the kernel takes them, and whether they are tensor descriptors."""
-    if not (tile.tensor and _describable(x) and _describable(weight)):
+    """The operands as the kernel takes them, and whether it loads rectangles of them."""
+    possible = blocks.fits if x.device.type == "xpu" else _describable
+    if not (tile.tensor and possible(x) and possible(weight)):
         return x, weight, False
+    from vllm_b70.kernels.blocks import POINTERS
+
+    if POINTERS:
+        return x, weight, True  # the kernel makes blocks of them
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return (
@@ -82,7 +87,7 @@ def launch(
     columns = weight.shape[0]
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
     left, right, tensor = _operands(x, weight, tile)
-    constants = dict(
+    constants: dict[str, Any] = dict(
         PARTS=parts,
         BN=tile.bn,
         BM=tile.bm,
@@ -94,6 +99,7 @@ def launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
+        **tiles.backend_options(tile, x.device),
     )
     biases = weight if bias is None else bias
     if tile.kernel == "split":
@@ -202,6 +208,7 @@ def launch_argmax(
             BIAS=bias is not None, EVEN_K=depth % tile.bk == 0,
             DTYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            **tiles.backend_options(tile, x.device),
         )  # fmt: skip
         kernels.best_of[(count,)](
             best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4
