@@ -1,0 +1,146 @@
+"""What the compiler makes of the kernels for a Battlemage card: the kept report is about these
+sources, finds nothing wrong, and says what the compiler makes of them now."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import battlemage, battlemage_ir  # noqa: E402
+from benchmarks.battlemage_cases.case import dot_dpas, xpu_tiles  # noqa: E402
+
+REPORT = json.loads(battlemage.REPORT.read_text())
+AGAIN = f"write it again: {battlemage.COMMAND}"
+
+
+def test_it_was_made_from_these_sources():
+    assert REPORT["sources"] == battlemage.sources(), AGAIN
+
+
+def test_every_launched_kernel_is_in_it():
+    missing = battlemage.entry_kernels() - {entry["kernel"] for entry in REPORT["kernels"]}
+    assert not missing, f"declare them in benchmarks/battlemage_cases, then {AGAIN}"
+
+
+def test_every_declared_case_is_in_it():
+    declared = [(c.kernel, c.dtype, c.tile, c.constants) for c in battlemage.cases()]
+    kept = [(e["kernel"], e["dtype"], e["tile"], e["constants"]) for e in REPORT["kernels"]]
+    assert kept == declared, AGAIN
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "vllm_b70/ops").glob("*.json")))
+def test_every_xpu_tile_is_in_it(path):
+    op = path.removesuffix(".tiles.json")
+    if "xpu" in json.loads((ROOT / "vllm_b70/ops" / path).read_text()):
+        compiled = [entry["tile"] for entry in REPORT["kernels"]]
+        assert [t for t in xpu_tiles(op) if t not in compiled] == []
+
+
+def test_nothing_is_wrong_with_any_kernel():
+    assert [line for e in REPORT["kernels"] for line in battlemage.complaints(e)] == []
+
+
+def test_a_fresh_compilation_makes_the_same():
+    path = os.environ.get("BATTLEMAGE_FRESH", "")
+    if not path or not Path(path).exists():
+        pytest.skip("no fresh compilation: scripts/test.sh makes one if triton-xpu installs")
+    fresh = json.loads(Path(path).read_text())
+    assert fresh["versions"]["triton-xpu"] == REPORT["versions"]["triton-xpu"]
+    for now, kept in zip(fresh["kernels"], REPORT["kernels"], strict=True):
+        assert now == kept, AGAIN
+
+
+GOOD = {
+    "kernel": "k.k", "dtype": "fp16", "tile": {"warps": 32, "grf": 256}, "expected_dpas": 4,
+    "dpas": 4, "dots_elsewhere": 0, "wants_block_loads": True, "block_loads": 1, "fma": 0,
+    "may_contract": False, "fusion_allowed": False, "slm_bytes": 2**17, "threads_per_warp": 16,
+    "limits_registers": True, "register_bytes": 2**14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dpas", 3), ("dots_elsewhere", 1), ("block_loads", 0), ("fma", 1), ("may_contract", True),
+        ("slm_bytes", 2**17 + 1), ("threads_per_warp", 64), ("register_bytes", 2**14 + 1),
+        ("tile", {"warps": 64, "grf": 256}), ("tile", {"warps": 32}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(name, value):
+    """Were it not, a report without complaints would show nothing."""
+    assert battlemage.complaints(GOOD) == []
+    assert len(battlemage.complaints(GOOD | {name: value})) == 1
+
+
+def test_launched_kernels_are_those_that_no_kernel_calls(tmp_path):
+    folder = tmp_path / "vllm_b70" / "kernels"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text(
+        "@triton.jit\ndef helper(): ...\n"
+        "@triton.jit(do_not_specialize=['M'])\ndef first(): b.other(); helper()\n"
+        "def host(): first()\n"
+    )
+    (folder / "b.py").write_text("@triton.jit\ndef other(): ...\n@triton.jit\ndef second(): ...\n")
+    assert battlemage.entry_kernels(tmp_path) == {"a.first", "b.second"}
+
+
+LLIR = """define spir_func void @_Z7barrierj(i32)
+define spir_kernel void @k(ptr addrspace(1) %0, float %1) {
+  %2 = load <8 x float>, ptr addrspace(1) %0
+  br label %3
+3:                                                ; preds = %3, %0
+  %4 = phi <8 x float> [ %2, %0 ], [ %6, %3 ]
+  call spir_func void @_Z7barrierj(i32 1)
+  %5 = call spir_func <8 x float> @"_Z38intel_sub_group_f16_f16_matrix_mad_k16"(<8 x float> %4)
+  %6 = fadd <8 x float> %5, %2
+  %7 = icmp eq i32 0, 0
+  br i1 %7, label %8, label %3
+8:
+  call spir_func void @_Z7barrierj(i32 1)
+  call spir_func void @_Z41intel_sub_group_2d_block_read_16b_8r16x2c(ptr %0)
+  store <8 x float> %6, ptr addrspace(1) %0
+  ret void
+}
+"""
+HEAD = [0x07230203, 0x10400, 0, 100, 0]
+
+
+def module(*words):
+    return b"".join(word.to_bytes(4, "little") for word in [*HEAD, *words])
+
+
+def test_instructions_are_counted():
+    counts = battlemage_ir.count('"ttg.threads-per-warp" = 16 : i32', LLIR, module())
+    assert (counts["dpas"], counts["block_loads"]) == (1, 1)
+    assert (counts["barriers"], counts["loop_barriers"]) == (2, 1)
+    # Two vectors of 32 bytes in each of 16 threads, and the loop's condition.
+    assert counts["register_bytes"] == 16 * (2 * 32 + 1)
+    assert not counts["may_contract"], "no product is added to anything"
+
+
+def test_contraction_is_read_from_the_module():
+    llir = LLIR.replace("%6 = fadd <8 x float> %5", "%9 = fmul float %1, %1\n  %6 = fadd float %9")
+    off = module(3 << 16 | 16, 1, 31)
+    assert battlemage_ir.count("", llir, module())["may_contract"]
+    assert not battlemage_ir.count("", llir, off)["may_contract"]
+    fma = module(6 << 16 | 12, 1, 2, 3, 26, 4)
+    assert battlemage_ir.count("", LLIR, fma)["fma"] == 1
+
+
+def test_dots_that_miss_the_matrix_unit_are_found():
+    ttgir = (
+        "#mma = #triton_intel_gpu.dpas<{}>\n#blocked = #ttg.blocked<{}>\n"
+        "%1 = tt.dot %a : tensor<8x8xf16, #x> * tensor<8x8xf16, #x> -> tensor<8x8xf32, #mma>\n"
+        "%2 = tt.dot %a : tensor<8x8xf16, #x> * tensor<8x8xf16, #x> -> tensor<8x8xf32, #blocked>\n"
+    )
+    assert battlemage_ir.count(ttgir, LLIR, module())["dots_elsewhere"] == 1
+
+
+def test_the_dpas_of_a_dot():
+    assert dot_dpas(8, 512, 128, 32) == 8
+    assert dot_dpas(256, 256, 32, 32) == 32
+    assert dot_dpas(8, 16, 16, 4) == 1, "each warp computes the one piece"
