@@ -6,6 +6,7 @@ what the user chose and the route cannot honour is refused by name, and the resu
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -32,11 +33,9 @@ SCHEDULERS = {
     False: "vllm_b70.scheduling.scheduler.ChunkGridScheduler",
     True: "vllm_b70.scheduling.scheduler.AsyncChunkGridScheduler",
 }
-ATTENTION_BACKENDS = {
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": (
-        "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
-    ),
-}
+STOCK_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+CPU_ATTENTION = "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
+GPU_ATTENTION = "vllm_b70.layers.attention.RowInvariantAttentionBackend"
 
 
 class PolicyError(ValueError):
@@ -109,22 +108,14 @@ def check_choices(config: VllmConfig) -> None:
         ("--data-parallel-size", parallel.data_parallel_size),
     ):
         if size > 1:
-            _refuse(
-                f"{setting} {size}",
-                "the exact route on the CPU covers one worker",
-                "leave it at 1",
-            )
-    if cache.mamba_cache_dtype not in ("auto", "bfloat16"):
+            _refuse(f"{setting} {size}", "the exact route covers one worker", "leave it at 1")
+    model = config.model_config
+    own = "auto" if model is None else str(model.dtype).removeprefix("torch.")
+    if cache.mamba_cache_dtype not in ("auto", own):
         _refuse(
             f"--mamba-cache-dtype {cache.mamba_cache_dtype}",
             "the convolution's history must hold the inputs as they are",
             "leave it at auto",
-        )
-    if config.use_v2_model_runner:
-        _refuse(
-            "the V2 model runner",
-            "the exact route on the CPU is built on the V1 runner",
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
         )
     if config.kv_transfer_config is not None:
         _refuse(
@@ -133,7 +124,6 @@ def check_choices(config: VllmConfig) -> None:
             "leave it out",
         )
     _check_scheduler(config)
-    _check_dtype(config)
     _check_model(config)
     _check_speculation(config)
 
@@ -215,23 +205,6 @@ def _folder(model: str, revision: str | None) -> Path | None:
     return None
 
 
-def _check_dtype(config: VllmConfig) -> None:
-    import torch
-
-    model = config.model_config
-    if model is None or model.dtype == torch.bfloat16:
-        return
-    dtype = str(model.dtype).removeprefix("torch.")
-    if getattr(model, "is_hybrid", False):
-        _refuse(
-            f"--dtype {dtype}",
-            "vLLM's gated-delta-net prefill on the CPU takes bfloat16 only",
-            "use --dtype bfloat16",
-        )
-    if model.dtype != torch.float16:
-        _refuse(f"--dtype {dtype}", "the linears are 16-bit", "use --dtype bfloat16")
-
-
 def _check_speculation(config: VllmConfig) -> None:
     speculative = config.speculative_config
     if speculative is None:
@@ -263,7 +236,7 @@ def _check_speculation(config: VllmConfig) -> None:
 
 
 class ExactPolicy:
-    """Mixin over a platform class of vLLM."""
+    """Mixin over a platform class of vLLM: what every device has in common."""
 
     #: Marks the class for ``plugin.register`` and for tests.
     vllm_b70 = True
@@ -282,15 +255,8 @@ class ExactPolicy:
                 "VLLM_B70=1 and the plugin's platform is active, but its general plugin was not "
                 "loaded: let VLLM_PLUGINS include vllm_b70, or leave VLLM_PLUGINS unset."
             )
-        if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
-            _refuse(
-                "VLLM_CPU_ATTN_SPLIT_KV=1",
-                "it cuts the KV cache by how many threads are idle",
-                "set it to 0 or leave it out",
-            )
-        # vLLM reads this one in the worker, which inherits the environment.
-        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         # Before vLLM's own policy, which overwrites some of what the user chose.
+        cls.check_device_choices(vllm_config)
         check_choices(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
@@ -299,23 +265,25 @@ class ExactPolicy:
         _show(cls.policy(vllm_config))
 
     @classmethod
-    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        chosen = super().get_attn_backend_cls(*args, **kwargs)  # type: ignore[misc]
-        if chosen not in ATTENTION_BACKENDS:
-            raise PolicyError(
-                f"VLLM_B70=1 has no exact form of the attention backend {chosen}: "
-                "use a model with plain attention, or set VLLM_B70=0."
-            )
-        return ATTENTION_BACKENDS[chosen]
+    def check_device_choices(cls, config: VllmConfig) -> None:
+        """Refuse by name what the device's route does not cover, before ``check_choices``.
+
+        Raises:
+            PolicyError: One sentence with the setting, the reason and what to do.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def device_policy(cls, config: VllmConfig) -> list[Row]:
+        """The lines of the table that belong to the device."""
+        raise NotImplementedError
 
     @classmethod
     def policy(cls, config: VllmConfig) -> list[Row]:
         """The settings of the exact route as the table shows them."""
         scheduler = config.scheduler_config
-        mode = getattr(config.compilation_config.mode, "name", "NONE")
         return [
             _linears(),
-            Row("attention", "by position", "no split of the KV cache by idle threads"),
             Row("gated delta net", "by position", "prompt chunked, all else token by token"),
             Row(
                 "scheduler",
@@ -331,7 +299,160 @@ class ExactPolicy:
             Row("prefix caching", "off", "a cached prefix ends where another prompt did"),
             Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
             Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
+            *cls.device_policy(config),
+        ]
+
+
+class CpuPolicy(ExactPolicy):
+    """What the route on a CPU needs besides."""
+
+    @classmethod
+    def check_device_choices(cls, config: VllmConfig) -> None:
+        import torch
+
+        if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
+            _refuse(
+                "VLLM_CPU_ATTN_SPLIT_KV=1",
+                "it cuts the KV cache by how many threads are idle",
+                "set it to 0 or leave it out",
+            )
+        # vLLM reads this one in the worker, which inherits the environment.
+        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+        if config.use_v2_model_runner:
+            _refuse(
+                "the V2 model runner",
+                "the exact route on the CPU is built on the V1 runner",
+                "set VLLM_USE_V2_MODEL_RUNNER=0",
+            )
+        model = config.model_config
+        if model is None or model.dtype == torch.bfloat16:
+            return
+        dtype = str(model.dtype).removeprefix("torch.")
+        if getattr(model, "is_hybrid", False):
+            _refuse(
+                f"--dtype {dtype}",
+                "vLLM's gated-delta-net prefill on the CPU takes bfloat16 only",
+                "use --dtype bfloat16",
+            )
+        if model.dtype != torch.float16:
+            _refuse(f"--dtype {dtype}", "the linears are 16-bit", "use --dtype bfloat16")
+
+    @classmethod
+    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        chosen = super().get_attn_backend_cls(*args, **kwargs)  # type: ignore[misc]
+        if chosen != STOCK_CPU_ATTENTION:
+            raise PolicyError(
+                f"VLLM_B70=1 has no exact form of the attention backend {chosen}: "
+                "use a model with plain attention, or set VLLM_B70=0."
+            )
+        return CPU_ATTENTION
+
+    @classmethod
+    def device_policy(cls, config: VllmConfig) -> list[Row]:
+        mode = getattr(config.compilation_config.mode, "name", "NONE")
+        return [
+            Row("attention", "by position", "no split of the KV cache by idle threads"),
             Row("compilation mode", mode, "unchanged; eager and compiled are both exact"),
+        ]
+
+
+#: Options of Inductor under which a compiled region is one and the same for every row count.
+INDUCTOR = {
+    "deterministic": True,
+    "split_reductions": False,
+    "combo_kernels": False,
+    "benchmark_combo_kernel": False,
+    "benchmark_fusion": False,
+}
+
+
+class GpuPolicy(ExactPolicy):
+    """What the route on CUDA and XPU needs besides."""
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
+        from vllm.config import CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        if compilation.splitting_ops is None:
+            compilation.splitting_ops = []
+        for name, value in INDUCTOR.items():
+            compilation.inductor_compile_config[name] = value
+
+    @classmethod
+    def check_device_choices(cls, config: VllmConfig) -> None:
+        import torch
+        from vllm.config import CUDAGraphMode
+
+        if not config.use_v2_model_runner:
+            _refuse(
+                "the V1 model runner",
+                "the exact route on a GPU is built on the V2 runner",
+                "leave VLLM_USE_V2_MODEL_RUNNER unset",
+            )
+        model = config.model_config
+        if model is not None and model.dtype not in (torch.float16, torch.bfloat16):
+            _refuse(
+                f"--dtype {str(model.dtype).removeprefix('torch.')}",
+                "the kernels are 16-bit",
+                "use --dtype bfloat16 or float16",
+            )
+        compilation = config.compilation_config
+        graphs = compilation.cudagraph_mode
+        if graphs not in (None, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY):
+            _refuse(
+                f"cudagraph_mode {graphs.name}",
+                "graphs are captured for whole decode steps, and prompts run without one",
+                "use FULL_DECODE_ONLY or NONE",
+            )
+        if compilation.splitting_ops:
+            _refuse(
+                f"splitting_ops {compilation.splitting_ops}",
+                "the model is compiled as one graph for all row counts",
+                "leave it out",
+            )
+        if compilation.compile_sizes:
+            _refuse(
+                f"compile_sizes {compilation.compile_sizes}",
+                "a graph of its own for a row count may round differently",
+                "leave it out",
+            )
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        # vLLM's own choice follows what else is installed; ours needs Triton alone.
+        if selected_backend is not None and selected_backend.name != "TRITON_ATTN":
+            _refuse(
+                f"--attention-backend {selected_backend.name}",
+                "it cuts the KV cache by the batch",
+                "leave it out",
+            )
+        selector = args[0] if args else kwargs["attn_selector_config"]
+        for option in ("use_mla", "use_sparse", "has_sink", "use_mm_prefix", "use_non_causal"):
+            if getattr(selector, option, False):
+                raise PolicyError(
+                    f"VLLM_B70=1 has no exact attention with {option}: use a model with plain "
+                    "attention, or set VLLM_B70=0."
+                )
+        return GPU_ATTENTION
+
+    @classmethod
+    def device_policy(cls, config: VllmConfig) -> list[Row]:
+        compilation = config.compilation_config
+        sizes = compilation.cudagraph_capture_sizes or []
+        return [
+            Row("attention", "by position", "the KV cache is cut every so many keys from 0"),
+            Row("model runner", "V2", "draft depths have full graphs of their own"),
+            Row(
+                "compilation mode",
+                getattr(compilation.mode, "name", "NONE"),
+                "one graph for all row counts; eager and compiled are both exact",
+            ),
+            Row("cudagraph_mode", compilation.cudagraph_mode.name, "prompts run without a graph"),
+            Row("capture sizes", f"{len(sizes)} to {max(sizes, default=0)} rows", "of a decode"),
         ]
 
 
@@ -356,12 +477,22 @@ def _show(rows: list[Row]) -> None:
     )
 
 
-def _base() -> type:
-    name = builtin_platform_plugins["cpu"]()
-    if name is None:
-        raise plugin.PluginError("vLLM was not built for the CPU: set VLLM_B70=0.")
-    return resolve_obj_by_qualname(name)  # type: ignore[no-any-return]
+#: Our platform classes: the mixin, and which of vLLM's resolvers names the class under it.
+PLATFORMS = {"B70CpuPlatform": (CpuPolicy, "cpu"), "B70CudaPlatform": (GpuPolicy, "cuda")}
 
 
-class B70CpuPlatform(ExactPolicy, _base()):  # type: ignore[misc]
-    """vLLM's CPU (or Zen) platform with the exact policy."""
+@functools.cache
+def _platform(name: str) -> type:
+    policy, device = PLATFORMS[name]
+    base = builtin_platform_plugins[device]()
+    if base is None:
+        raise plugin.PluginError(f"vLLM was not built for {device}: set VLLM_B70=0.")
+    members = {"__module__": __name__, "__doc__": f"vLLM's {device} platform, exact."}
+    return type(name, (policy, resolve_obj_by_qualname(base)), members)
+
+
+def __getattr__(name: str) -> type:
+    """Our platform classes by name, made when vLLM asks: each needs a vLLM built for its device."""
+    if name in PLATFORMS:
+        return _platform(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

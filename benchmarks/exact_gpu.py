@@ -1,0 +1,230 @@
+"""Zero flips on a GPU: cells of one engine each, and the comparison of all with the solo oracle.
+
+    python benchmarks/exact_gpu.py cell --model DIR --depth 3 --users 8,64 --out DIR/cell.json
+    python benchmarks/exact_gpu.py collect DIR --out exact.json
+
+A cell is one engine: a model, a dtype, a route (``exact``, which is the plugin, or ``stock``), a
+draft depth and graphs on or off; it answers the same prompts once for each number of users. A cell
+that is there already is not run again. ``collect`` compares every cell with the cell of its route
+that has depth 0 and one user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from vllm_b70.harness.client import Completion
+from vllm_b70.harness.compare import compare
+from vllm_b70.harness.prompts import default_lengths, make_prompts
+
+PROMPTS, NEW_TOKENS, LONGEST = 128, 128, 2000
+#: What an engine needs where neither FlashAttention nor FlashInfer is installed.
+STOCK = {
+    "attention_backend": "TRITON_ATTN",
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "enable_prefix_caching": False,
+}
+
+
+def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """The same prompts in every cell."""
+    lengths = default_lengths(count, 0, longest=longest, block=min(528, longest - 1))
+    return make_prompts(lengths, 0, (0, vocabulary))
+
+
+def answer(
+    engine: Any, asked: list[list[int]], users: int, new_tokens: int
+) -> tuple[list[list[Any]], float]:
+    """[tokens, logprobs] of each prompt, so many in flight at a time, and the seconds it took."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    waiting, answers = list(enumerate(asked)), {}
+    begin, running = time.perf_counter(), 0
+    while waiting or running:
+        while waiting and running < users:
+            index, tokens = waiting.pop(0)
+            engine.add_request(str(index), TokensPrompt(prompt_token_ids=tokens), params)
+            running += 1
+        for output in engine.step():
+            if output.finished:
+                running -= 1
+                done = output.outputs[0]
+                logprobs = [
+                    step[token].logprob
+                    for step, token in zip(done.logprobs, done.token_ids, strict=True)
+                ]
+                answers[int(output.request_id)] = [list(done.token_ids), logprobs]
+    seconds = time.perf_counter() - begin
+    return [answers[index] for index in range(len(asked))], seconds
+
+
+def accepted(engine: Any) -> tuple[float, float]:
+    """Draft tokens proposed and accepted so far."""
+    found = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
+    return (
+        found.get("vllm:spec_decode_num_draft_tokens", 0),
+        found.get("vllm:spec_decode_num_accepted_tokens", 0),
+    )
+
+
+def run_cell(arguments: argparse.Namespace) -> None:
+    """Start an engine and answer the prompts for each number of users."""
+    if arguments.out.exists():
+        print(f"{arguments.out.name} is there", flush=True)
+        return
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_B70"] = "1" if arguments.route == "exact" else "0"
+    import torch
+    from vllm import EngineArgs, LLMEngine
+
+    begin = time.perf_counter()
+    options = dict(STOCK) if torch.cuda.is_available() else {"enable_prefix_caching": False}
+    if arguments.depth:
+        options["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": arguments.depth,
+        }
+    if arguments.graphs == "off":
+        options["enforce_eager"] = True
+    elif arguments.route == "stock":
+        options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(arguments.model),
+            dtype=arguments.dtype,
+            max_model_len=arguments.max_model_len,
+            max_num_seqs=arguments.max_num_seqs,
+            gpu_memory_utilization=0.6,
+            disable_log_stats=False,
+            **options,
+        )
+    )
+    config = json.loads((arguments.model / "config.json").read_text())
+    vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    asked = prompts(arguments.prompts, arguments.longest, min(vocabulary, 10_000))
+    started = time.perf_counter() - begin
+    answer(engine, [p[:70] for p in asked[:4]], 4, 8)
+    levels = []
+    for users in map(int, arguments.users.split(",")):
+        drafts, good = accepted(engine)
+        answers, seconds = answer(engine, asked, users, arguments.new_tokens)
+        more, better = accepted(engine)
+        levels.append(
+            {
+                "users": users,
+                "answers": answers,
+                "tokens_per_s": round(len(asked) * arguments.new_tokens / seconds, 1),
+                "acceptance": (better - good) / (more - drafts) if more > drafts else None,
+            }
+        )
+        print(
+            f"{arguments.out.stem} users {users}: {levels[-1]['tokens_per_s']} tok/s, acceptance "
+            f"{levels[-1]['acceptance']}, engine started in {started:.0f} s",
+            flush=True,
+        )
+    from benchmarks.timing import versions
+
+    cell = {
+        "model": arguments.model.name,
+        "dtype": arguments.dtype,
+        "route": arguments.route,
+        "depth": arguments.depth,
+        "graphs": arguments.graphs,
+        "prompts": [arguments.prompts, arguments.longest, arguments.new_tokens],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions(),
+        "command": " ".join(["python", "benchmarks/exact_gpu.py", *sys.argv[1:]]),
+        "levels": levels,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = arguments.out.with_suffix(".partial")
+    partial.write_text(json.dumps(cell))
+    partial.rename(arguments.out)
+
+
+def completions(level: dict[str, Any]) -> list[Completion]:
+    """A level's answers as the comparison takes them."""
+    return [
+        Completion(tokens, logprobs, [], "length", 0, None, 0.0)
+        for tokens, logprobs in level["answers"]
+    ]
+
+
+def collect(arguments: argparse.Namespace) -> None:
+    """Compare every cell with the oracle of its route."""
+    cells = [json.loads(path.read_text()) for path in sorted(arguments.cells.glob("*.json"))]
+    if not cells:
+        raise SystemExit(f"{arguments.cells} has no cells")
+
+    def key(cell: dict[str, Any]) -> tuple[Any, ...]:
+        return (cell["model"], cell["dtype"], cell["route"], *cell["prompts"])
+
+    oracles = {
+        key(cell): completions(level)
+        for cell in cells
+        for level in cell["levels"]
+        if cell["depth"] == 0 and level["users"] == 1 and cell["graphs"] == "on"
+    }
+    rows = []
+    for cell in cells:
+        for level in cell["levels"]:
+            oracle = oracles.get(key(cell))
+            row = {name: cell[name] for name in ("model", "dtype", "route", "depth", "graphs")}
+            row["users"], row["sequences"] = level["users"], len(level["answers"])
+            if oracle is not None:
+                found = compare(oracle, completions(level))
+                row["mismatches"] = found.mismatches
+                row["logprob_mismatches"] = found.logprob_mismatches
+            row |= {name: level[name] for name in ("acceptance", "tokens_per_s")}
+            row["distinct_tokens"] = len({t for tokens, _ in level["answers"] for t in tokens})
+            rows.append(row)
+            print(row, flush=True)
+    first = cells[0]
+    result = {
+        "device": first["device"],
+        "versions": first["versions"],
+        "command": [cell["command"] for cell in cells],
+        "baseline": "stock vLLM 0.32 with TRITON_ATTN, FLA's gated delta net, its own choice of "
+        "mixed-precision kernel, FULL_DECODE_ONLY graphs; no FlashAttention, no FlashInfer",
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    cell = commands.add_parser("cell")
+    cell.add_argument("--model", type=Path, required=True)
+    cell.add_argument("--dtype", default="bfloat16")
+    cell.add_argument("--route", choices=["exact", "stock"], default="exact")
+    cell.add_argument("--depth", type=int, default=0)
+    cell.add_argument("--graphs", choices=["on", "off"], default="on")
+    cell.add_argument("--users", default="8,32,64,128")
+    cell.add_argument("--prompts", type=int, default=PROMPTS)
+    cell.add_argument("--longest", type=int, default=LONGEST)
+    cell.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    cell.add_argument("--max-model-len", type=int, default=2304)
+    cell.add_argument("--max-num-seqs", type=int, default=128)
+    cell.add_argument("--out", type=Path, required=True)
+    together = commands.add_parser("collect")
+    together.add_argument("cells", type=Path)
+    together.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    {"cell": run_cell, "collect": collect}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()
