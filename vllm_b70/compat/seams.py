@@ -66,6 +66,18 @@ SEAMS: dict[str, Seam] = {
         ("self", "x", "z"),
         "layers.norm replaces the gated norm",
     ),
+    "rms_norm": Seam(
+        "vllm.model_executor.layers.layernorm",
+        "RMSNorm.forward_native",
+        ("self", "x", "residual"),
+        "layers.norm replaces the norm on a GPU",
+    ),
+    "gemma_norm": Seam(
+        "vllm.model_executor.layers.layernorm",
+        "GemmaRMSNorm.forward_native",
+        ("self", "x", "residual"),
+        "layers.norm replaces the norm on a GPU",
+    ),
     "encoder_inputs": Seam(
         "vllm.v1.core.sched.scheduler",
         "Scheduler._try_schedule_encoder_inputs",
