@@ -3,18 +3,19 @@
 The keys of a sequence are cut every PART positions from position 0, a part every TILE positions.
 For each query row, in fp32:
 
-    a tile:  s = scale * (q . k);  m' = max(m, s);  p = round(2 ** (s - m'))
-             l = l * 2 ** (m - m') + sum of p;  acc = acc * 2 ** (m - m') + sum of p * v
-    a part:  m, l and acc over its tiles in ascending order, from nothing
-    a row:   its parts merged in index order from nothing (``_merge``);  out = acc / l
+    a tile:  s = scale * (q . k);  top = max(m, s);  p = round(2 ** (s - top))
+             total = total * 2 ** (m - top) + sum of p
+             acc   = acc * 2 ** (m - top) + sum of p * v
+    a part:  m, total and acc over its tiles in ascending order, from nothing
+    a row:   its parts merged in index order from nothing (``_merge``);  out = acc / total
 
 Both sums over a tile go through the matrix unit, 16 keys at a time in ascending order, because a
 sum over the lanes of a register layout would follow the tile of query rows. Keys after the row's
 position weigh exactly nothing, whatever their slots hold.
 
-Two tiers compute the same bits. ``split`` and ``merge`` serve few rows a sequence: the parts side by
-side, each result kept in a workspace. ``walk`` serves many: one program walks the parts of its rows.
-Which rows share a program, warps, stages and tiers are free. PART and TILE are arithmetic: a
+Two tiers compute the same bits. ``split`` and ``merge`` serve few rows a sequence: the parts side
+by side, each result kept in a workspace. ``walk`` serves many: one program walks the parts of its
+rows. Which rows share a program, warps, stages and tiers are free. PART and TILE are arithmetic: a
 constant of the head size.
 
 A row is a query token and one of the GROUP query heads that share a key head; the rows of a
@@ -29,7 +30,7 @@ INFINITE = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _merge(m, l, acc, part_m, part_l, part_acc):  # noqa: E741
+def _merge(m, total, acc, part_m, part_total, part_acc):
     """Add one part to the parts before it. The one place where parts meet, in every tier.
 
     Nothing (m of minus infinity, zeros) merges from either side without changing a bit.
@@ -38,17 +39,17 @@ def _merge(m, l, acc, part_m, part_l, part_acc):  # noqa: E741
     base = tl.where(top == NONE, 0.0, top)
     old, new = tl.exp2(m - base), tl.exp2(part_m - base)
     # Three roundings an element: launches switch fusion off, so that no kernel makes it two.
-    return top, l * old + part_l * new, acc * old[:, None] + part_acc * new[:, None]
+    return top, total * old + part_total * new, acc * old[:, None] + part_acc * new[:, None]
 
 
 @triton.jit
-def _finish(l, acc):  # noqa: E741
+def _finish(total, acc):
     """The row's output in fp32; zeros for a row that saw no key.
 
     Whether a visible value that is not finite ends as infinity or NaN, and which sign a zero has,
     may depend on the tile: here they are made one.
     """
-    y = acc * tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
+    y = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
     return tl.where(tl.abs(y) < INFINITE, y + 0.0, float("nan"))
 
 
@@ -113,7 +114,7 @@ def _tile(
     slot_stride,
     scale,
     m,
-    l,  # noqa: E741
+    total,
     acc,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,7 +144,7 @@ def _tile(
     base = tl.where(top == NONE, 0.0, top)
     keep = tl.exp2(m - base)[:, None]
     p = tl.exp2(s - base[:, None]).to(values.dtype)
-    l = tl.dot(p, tl.full((TILE, 16), 1.0, values.dtype), l * keep)  # noqa: E741
+    total = tl.dot(p, tl.full((TILE, 16), 1.0, values.dtype), total * keep)
     if MASKED and GUARD:
         # Zero times a later token's infinity is no zero: take it out, and give it to its own rows.
         exponent: tl.constexpr = 0x7C00 if values.dtype == tl.float16 else 0x7F80
@@ -154,7 +155,7 @@ def _tile(
         acc = tl.dot(p, tl.where(finite, values, tl.zeros_like(values)), acc)
     else:
         acc = tl.dot(p, values, acc * keep)
-    return top, l, acc
+    return top, total, acc
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def _attend(
     ROWS: tl.constexpr,
     GUARD: tl.constexpr,
 ):
-    """The merged parts begin to end of the rows of a program: m, l [ROWS], acc [ROWS, D].
+    """The merged parts begin to end of the rows of a program: m, total [ROWS], acc [ROWS, D].
 
     All rows see the keys up to position least, none sees one after last. GUARD: Not even an
     infinite or NaN value of a later key of the same sequence reaches a row (a draft that overflows
@@ -186,30 +187,30 @@ def _attend(
     """
     STEPS: tl.constexpr = PART // TILE
     all_m = tl.full((ROWS,), NONE, tl.float32)
-    all_l = tl.zeros((ROWS,), tl.float32)
+    all_total = tl.zeros((ROWS,), tl.float32)
     all_acc = tl.zeros((ROWS, D), tl.float32)
     tiles = tl.minimum(end * STEPS, (last + TILE) // TILE)
     whole = tl.minimum((least + 1) // TILE, tiles)
     for part in tl.range(begin, tl.minimum(end, (tiles + STEPS - 1) // STEPS), num_stages=1):
         m = tl.full((ROWS,), NONE, tl.float32)
-        l = tl.zeros((ROWS, 16), tl.float32)  # noqa: E741
+        total = tl.zeros((ROWS, 16), tl.float32)
         acc = tl.zeros((ROWS, D), tl.float32)
         stop = tl.minimum(part * STEPS + STEPS, tiles)
         middle = tl.minimum(tl.maximum(whole, part * STEPS), stop)
         left, right = _blocks(table, part * PART, last, BLOCK, PART)
         border = part * PART // BLOCK * BLOCK + BLOCK
         for i in range(part * STEPS, middle):
-            m, l, acc = _tile(
+            m, total, acc = _tile(
                 q, position, k, v, table, i * TILE, last, left, right, border,
-                block_stride, slot_stride, scale, m, l, acc, D, BLOCK, PART, TILE, False, GUARD,
+                block_stride, slot_stride, scale, m, total, acc, D, BLOCK, PART, TILE, False, GUARD,
             )  # fmt: skip
         for i in tl.range(middle, stop, num_stages=1):
-            m, l, acc = _tile(
+            m, total, acc = _tile(
                 q, position, k, v, table, i * TILE, last, left, right, border,
-                block_stride, slot_stride, scale, m, l, acc, D, BLOCK, PART, TILE, True, GUARD,
+                block_stride, slot_stride, scale, m, total, acc, D, BLOCK, PART, TILE, True, GUARD,
             )  # fmt: skip
-        all_m, all_l, all_acc = _merge(all_m, all_l, all_acc, m, tl.max(l, axis=1), acc)
-    return all_m, all_l, all_acc
+        all_m, all_total, all_acc = _merge(all_m, all_total, all_acc, m, tl.max(total, axis=1), acc)
+    return all_m, all_total, all_acc
 
 
 @triton.jit
@@ -289,7 +290,7 @@ def split(
     lengths,
     out,
     work_m,
-    work_l,
+    work_total,
     work_acc,
     scale,
     sequences,
@@ -322,7 +323,7 @@ def split(
         starts: [sequences + 1] int32, where each sequence's queries start.
         lengths: [sequences] int32, position after each sequence's last query.
         out: [tokens, HEADS * GROUP, D], the dtype of q.
-        work_m, work_l: [capacity] fp32.
+        work_m, work_total: [capacity] fp32.
         work_acc: [capacity, D] fp32. The workspace's former content does not matter.
         scale: Of the scores, times log2(e).
         LIMIT: Sequences of more rows are left to walk.
@@ -350,21 +351,21 @@ def split(
             q, start, length, its_rows, row_tile, head, q_stride, GROUP, D, ROWS
         )
         end = tl.where(by_itself, (length + PART - 1) // PART, part + 1)
-        m, l, acc = _attend(
+        m, total, acc = _attend(
             query, position, least, last, k + head * head_stride, v + head * head_stride,
             table + sequence.to(tl.int64) * table_stride, block_stride, slot_stride, scale,
             part, end, D, BLOCK, PART, TILE, ROWS, True,
         )  # fmt: skip
         columns = tl.arange(0, D)[None, :]
         if by_itself:
-            y = _finish(l, acc).to(out.dtype.element_ty)
+            y = _finish(total, acc).to(out.dtype.element_ty)
             tl.store(
                 out + (token * out_stride + column)[:, None] + columns, y, mask=inside[:, None]
             )
         else:
             at = workspace + (part * HEADS + head) * its_rows + row
             tl.store(work_m + at, m, mask=inside)
-            tl.store(work_l + at, l, mask=inside)
+            tl.store(work_total + at, total, mask=inside)
             at = at.to(tl.int64)[:, None] * D + columns
             tl.store(work_acc + at, acc, mask=inside[:, None])
 
@@ -375,7 +376,7 @@ def merge(
     lengths,
     out,
     work_m,
-    work_l,
+    work_total,
     work_acc,
     sequences,
     capacity,
@@ -414,20 +415,20 @@ def merge(
         inside = member < GROUP
         columns = piece * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         m = tl.full((GROUP_ROWS,), NONE, tl.float32)
-        l = tl.zeros((GROUP_ROWS,), tl.float32)  # noqa: E741
+        total = tl.zeros((GROUP_ROWS,), tl.float32)
         acc = tl.zeros((GROUP_ROWS, COLUMNS), tl.float32)
         # Positions below zero, of padding, see no key.
         for part in tl.range(0, (position + PART) // PART, num_stages=STAGES):
             at = workspace + (part * HEADS + head) * its_rows + token * GROUP + member
             part_m = tl.load(work_m + at, mask=inside, other=NONE)
-            part_l = tl.load(work_l + at, mask=inside, other=0.0)
+            part_total = tl.load(work_total + at, mask=inside, other=0.0)
             part_acc = tl.load(
                 work_acc + at.to(tl.int64)[:, None] * D + columns, mask=inside[:, None], other=0.0
             )
-            m, l, acc = _merge(m, l, acc, part_m, part_l, part_acc)
+            m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
         at = (tl.load(starts + sequence) + token).to(tl.int64) * out_stride
         at = at + ((head * GROUP + member) * D)[:, None] + columns
-        tl.store(out + at, _finish(l, acc).to(out.dtype.element_ty), mask=inside[:, None])
+        tl.store(out + at, _finish(total, acc).to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -476,11 +477,11 @@ def walk(
         query, _, inside, position, least, last, token, column = _program_rows(
             q, start, length, rows, row_tile, head, q_stride, GROUP, D, ROWS
         )
-        m, l, acc = _attend(
+        m, total, acc = _attend(
             query, position, least, last, k + head * head_stride, v + head * head_stride,
             table + sequence.to(tl.int64) * table_stride, block_stride, slot_stride, scale,
             0, last // PART + 1, D, BLOCK, PART, TILE, ROWS, False,
         )  # fmt: skip
-        y = _finish(l, acc).to(out.dtype.element_ty)
+        y = _finish(total, acc).to(out.dtype.element_ty)
         at = (token * out_stride + column)[:, None] + tl.arange(0, D)[None, :]
         tl.store(out + at, y, mask=inside[:, None])

@@ -39,11 +39,20 @@ class Launch:
         rows: Query rows of a program; a power of two, at least 16.
         warps: Warps of a program.
         stages: Loads in flight.
+        registers: Of a thread at most, on CUDA; 0 leaves it to the compiler.
     """
 
     rows: int
     warps: int
     stages: int
+    registers: int = 0
+
+    def options(self, device: torch.device) -> dict[str, int]:
+        """For the launcher."""
+        found = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.registers and device.type == "cuda":
+            found["maxnreg"] = self.registers
+        return found
 
 
 @dataclass(frozen=True)
@@ -186,20 +195,19 @@ def launch(
         capacity = max(1, min(rows, workspace // (4 * (size + 2))))
         work = torch.empty((capacity, size + 2), dtype=torch.float32, device=q.device)
         work_acc, rest = work.view(-1).split([capacity * size, 2 * capacity])
-        work_m, work_l = rest.split(capacity)
+        work_m, work_total = rest.split(capacity)
         choice = plan.split
         items = parts * heads * (min(most, limit) * sequences // choice.rows + sequences)
         programs = max(1, min(items, plan.programs * _multiprocessors(q.device)))
         kernels.split[(programs,)](
-            q, k, v, table, starts, lengths, out, work_m, work_l, work_acc,
+            q, k, v, table, starts, lengths, out, work_m, work_total, work_acc,
             score, sequences, capacity, *strides,
-            ROWS=choice.rows, LIMIT=limit, num_warps=choice.warps, num_stages=choice.stages,
-            **tiled, **constants,
+            ROWS=choice.rows, LIMIT=limit, **choice.options(q.device), **tiled, **constants,
         )  # fmt: skip
         waiting = min(tokens, sequences * max(1, limit // group))
         columns = size if waiting * heads >= 2 * _multiprocessors(q.device) else min(size, 64)
         kernels.merge[(waiting, heads, size // columns)](
-            starts, lengths, out, work_m, work_l, work_acc, sequences, capacity, out.stride(0),
+            starts, lengths, out, work_m, work_total, work_acc, sequences, capacity, out.stride(0),
             GROUP_ROWS=1 << (group - 1).bit_length(), COLUMNS=columns, LIMIT=limit, STAGES=4,
             num_warps=plan.merge_warps, **constants,
         )  # fmt: skip
@@ -208,7 +216,7 @@ def launch(
         kernels.walk[(tokens * group // choice.rows + sequences, heads)](
             q, k, v, table, starts, lengths, out, score, sequences, *strides,
             ROWS=choice.rows, LIMIT=limit if sequences > 1 else 0,
-            num_warps=choice.warps, num_stages=choice.stages, **tiled, **constants,
+            **choice.options(q.device), **tiled, **constants,
         )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 The keys of a sequence are cut every ``part`` positions from position 0, a part every ``tile``. For
 each query row, in fp32 and with every sum in ascending order:
 
-    a tile:  s = (sum over d of q * k) * scale * log2(e);  top = max(m, s);  p = round(2 ** (s - top))
-             l = l * 2 ** (m - top) + sum of p;  acc = acc * 2 ** (m - top) + sum of p * v
-    a part:  m, l, acc over its tiles, from minus infinity and zeros
-    a row:   parts merged in index order; out = round(acc * (1 / l))
+    a tile:  s = (sum over d of q * k) * scale * log2(e)
+             top = max(m, s);  p = round(2 ** (s - top))
+             total = total * 2 ** (m - top) + sum of p
+             acc   = acc * 2 ** (m - top) + sum of p * v
+    a part:  m, total, acc over its tiles, from minus infinity and zeros
+    a row:   parts merged in index order; out = round(acc * (1 / total))
 
 p is rounded to the dtype of q. A matrix unit adds 16 products at a time in an order of its own.
 """
@@ -51,7 +53,7 @@ def attend(
     nothing = torch.full((q.shape[0],), -math.inf)
     whole = (nothing, torch.zeros(q.shape[0]), torch.zeros(q.shape))
     for begin in range(0, k.shape[0], part):
-        m, l, acc = nothing, torch.zeros(q.shape[0]), torch.zeros(q.shape)
+        m, total, acc = nothing, torch.zeros(q.shape[0]), torch.zeros(q.shape)
         end = min(begin + part, k.shape[0])
         for first in range(begin, end, tile):
             its_keys = keys[first : min(first + tile, end)]
@@ -62,28 +64,28 @@ def attend(
             top = torch.maximum(m, s.max(0).values)
             keep = _exp2(m - top)
             p = _exp2(s - top).to(q.dtype).float()
-            l, acc, m = l * keep, acc * keep[:, None], top
+            total, acc, m = total * keep, acc * keep[:, None], top
             for i in range(p.shape[0]):
-                l = l + p[i]
+                total = total + p[i]
                 acc = acc + p[i, :, None] * values[first + i]
-        whole = merge(*whole, m, l, acc)
+        whole = merge(*whole, m, total, acc)
     inverse = torch.where(whole[1] == 0, 0.0, 1.0 / whole[1])
     return (whole[2] * inverse[:, None]).to(q.dtype)
 
 
 def merge(
     m: torch.Tensor,
-    l: torch.Tensor,  # noqa: E741
+    total: torch.Tensor,
     acc: torch.Tensor,
     part_m: torch.Tensor,
-    part_l: torch.Tensor,
+    part_total: torch.Tensor,
     part_acc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add one part to the parts before it.
 
     Args:
         m, part_m: [R] fp32, the largest score.
-        l, part_l: [R] fp32, the sum of weights.
+        total, part_total: [R] fp32, the sum of weights.
         acc, part_acc: [R, D] fp32, the weighted sum of values.
 
     Returns:
@@ -91,7 +93,7 @@ def merge(
     """
     top = torch.maximum(m, part_m)
     old, new = _exp2(m - top), _exp2(part_m - top)
-    return top, l * old + part_l * new, acc * old[:, None] + part_acc * new[:, None]
+    return top, total * old + part_total * new, acc * old[:, None] + part_acc * new[:, None]
 
 
 def paged_attention(
