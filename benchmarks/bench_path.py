@@ -17,7 +17,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ PARTITIONS = [Partition(*c) for c in ((256, 64), (256, 32), (512, 64), (512, 32)
 SPLITS = [  # the launch and the programs on a multiprocessor
     (Launch(16, 4, 3), 2),
     (Launch(16, 4, 3, 168), 3),
-    (Launch(16, 4, 4), 2),
     (Launch(16, 4, 2), 2),
     (Launch(16, 8, 3), 1),
     (Launch(16, 4, 3), 4),
@@ -48,14 +47,6 @@ WALKS = {
     64: [Launch(128, 8, 2), Launch(128, 8, 3), Launch(64, 4, 2)],
     32: [Launch(128, 8, 3), Launch(64, 4, 3), Launch(128, 8, 2)],
 }
-
-
-@dataclass
-class Batch:
-    """Sequences of one length with queries at their ends, several times over."""
-
-    calls: list[Callable[..., Any]]
-    kv_bytes: int
 
 
 class Attention:
@@ -141,8 +132,9 @@ def _compile(job: tuple[int, int, str, Plan, int]) -> str | None:
     """In a process of its own: fill Triton's cache for one plan."""
     size, group, dtype, plan, width = job
     try:
-        small = Attention((17, 300, width), group, size, getattr(torch, dtype))
-        for sequences in (17, 1):
+        small = Attention((64, 300, width), group, size, getattr(torch, dtype))
+        # The kernels are compiled for powers of two of sequences: as many as are timed.
+        for sequences in (64, 1) if width == 1 else (1,):
             small.starts, small.lengths = small.starts[: sequences + 1], small.lengths[:sequences]
             small.ours(plan)[0]()
         torch.cuda.synchronize()
@@ -154,7 +146,7 @@ def _compile(job: tuple[int, int, str, Plan, int]) -> str | None:
 def compile_all(jobs: list[tuple[int, int, str, Plan, int]], workers: int) -> None:
     """Compile in parallel, so that timing finds every kernel in Triton's cache."""
     began = time.time()
-    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=8) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for failed in pool.imap_unordered(_compile, jobs):
             if failed:
                 print("cannot launch", failed, flush=True)
@@ -241,8 +233,7 @@ def chosen(path: Path | None, size: int) -> Plan:
 
 def for_width(plan: Plan, rows: int) -> Plan:
     """The plan with wider row tiles where a sequence has more rows, as ``ops.attention`` does."""
-    default = attention.plan(256, rows).split
-    return plan if rows <= 16 else replace(plan, split=replace(default, registers=0))
+    return plan if rows <= 16 else replace(plan, split=attention.plan(256, rows).split)
 
 
 def copy_gb_per_s() -> float:

@@ -280,7 +280,7 @@ def _program_rows(
 
 
 # What follows the batch must neither be a constant of a kernel nor choose between compilations.
-@triton.jit(do_not_specialize=["sequences", "capacity"])
+@triton.jit(do_not_specialize=["sequences", "capacity", "table_stride"])
 def split(
     q,
     k,
@@ -431,7 +431,7 @@ def merge(
         tl.store(out + at, _finish(total, acc).to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
 def walk(
     q,
     k,
