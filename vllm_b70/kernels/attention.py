@@ -333,10 +333,20 @@ def split(
         starts, lengths, sequences, capacity, SEQUENCES, GROUP, HEADS, PART, LIMIT
     )
     items = tl.where(alone, tl.minimum(parts, 1), parts) * ((rows + ROWS - 1) // ROWS) * HEADS
-    ends = tl.cumsum(items, 0)
+    # Who walks all parts of a long sequence takes longest and starts first.
+    long_items = tl.where(alone & (parts > 1), items, 0)
+    long_ends, long_total = tl.cumsum(long_items, 0), tl.sum(long_items, axis=0)
+    short_items = items - long_items
+    short_ends = tl.cumsum(short_items, 0)
     for item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), num_stages=1):
-        sequence = tl.sum((ends <= item).to(tl.int32), axis=0)
-        local = item - _at(ends - items, sequence, SEQUENCES)
+        if item < long_total:
+            local = item
+            sequence = tl.sum((long_ends <= local).to(tl.int32), axis=0)
+            local -= _at(long_ends - long_items, sequence, SEQUENCES)
+        else:
+            local = item - long_total
+            sequence = tl.sum((short_ends <= local).to(tl.int32), axis=0)
+            local -= _at(short_ends - short_items, sequence, SEQUENCES)
         workspace = _at(base, sequence, SEQUENCES)
         by_itself = _at(alone.to(tl.int32), sequence, SEQUENCES) != 0
         start = tl.load(starts + sequence)
