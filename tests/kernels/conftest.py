@@ -11,8 +11,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 @pytest.fixture(autouse=True)
 def ordered_dot(monkeypatch):
-    """Replace two things of the interpreter that no GPU does: a dot by BLAS, which is not invariant
-    to the row count, and a conversion to bfloat16 that cuts off instead of rounding."""
+    """Replace three things of the interpreter: a dot by BLAS, which is not invariant to the row
+    count, and a conversion to bfloat16 that cuts off instead of rounding, neither of which a GPU
+    does; and numpy's exp2, which may differ from torch's, by one that rounds correctly."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -39,5 +40,10 @@ def ordered_dot(monkeypatch):
         nan = np.isnan(source.data)
         return handle(np.where(nan, 0x7FC0, rounded).astype(np.uint16), kind.scalar)
 
+    def create_exp2(self, source):
+        exact = np.exp2(source.data.astype(np.float64)).astype(np.float32)
+        return handle(exact, source.dtype.scalar)
+
+    monkeypatch.setattr(builder, "create_exp2", create_exp2)
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)

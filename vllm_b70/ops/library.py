@@ -34,6 +34,18 @@ def define(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+def implement(name: str, implementation: Callable[..., object], devices: tuple[str, ...]) -> None:
+    """Add an implementation for further devices to an op that ``define`` made.
+
+    Args:
+        name: The op's name.
+        implementation: Takes the same arguments; its results have the same shapes and dtypes.
+        devices: Dispatch keys for which it serves.
+    """
+    for device in devices:
+        _library.impl(name, implementation, device)
+
+
 @functools.cache
 def start_numba() -> None:
     """Import numba with as many threads as torch has; how many cannot change a result.

@@ -1,0 +1,107 @@
+"""Norms over the last dimension, one tree of additions for a row.
+
+    total = sum over a row, padded with zeros to a power of two, of x * x
+    y     = x * rsqrt(total / size + epsilon) * (weight + offset) * gate;   out = round(y)
+
+The tree adds halves of a row to one another down to ``TREE`` values, then neighbours. Every step
+adds two values, so the order is the same whatever layout a compiler gives the row: rows of a
+program, warps and the alignment of a pointer are free.
+"""
+
+import triton
+import triton.language as tl
+
+#: Values of a row that the tree keeps while it adds halves; four warps of eight values a lane.
+TREE = tl.constexpr(1024)
+
+
+@triton.jit
+def _row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """[ROWS, SIZE] to [ROWS, 1], two values at a time; SIZE is 2 ** LEVELS."""
+    for level in tl.static_range(LEVELS):
+        if (SIZE >> level) > TREE:
+            x = tl.sum(tl.reshape(x, (ROWS, 2, SIZE >> (level + 1))), axis=1)
+        else:
+            x = tl.sum(tl.reshape(x, (ROWS, SIZE >> (level + 1), 2)), axis=2)
+    return x
+
+
+@triton.jit
+def _rows_at(base, row, outer, inner, HEADS: tl.constexpr):
+    """Pointers to rows; HEADS rows share an outer index."""
+    at = (row // HEADS).to(tl.int64) * outer + (row % HEADS) * inner
+    return base + at[:, None]
+
+
+# The row count must neither be a constant of a kernel nor choose between two compilations of it.
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm(
+    x,
+    residual,
+    z,
+    weight,
+    out,
+    total_out,
+    rows,
+    epsilon,
+    offset,
+    x_outer,
+    x_inner,
+    r_outer,
+    r_inner,
+    z_outer,
+    z_inner,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    MEAN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Grid (rows / ROWS). Row r of x, residual, z is at r // HEADS * outer + r % HEADS * inner.
+
+    Args:
+        x: rows of COLUMNS fp16 or bf16 (or fp32) values.
+        residual: As x; unread if not RESIDUAL. It is added first, and the sum is rounded to the
+            dtype of x before it is normed, so that a fused norm equals an addition and a norm.
+        z: As x; unread if GATE is "none".
+        weight: [COLUMNS] of any floating dtype; unread if not WEIGHT.
+        out: [rows, COLUMNS], the dtype of x.
+        total_out: [rows, COLUMNS], the rounded sum; unwritten if not RESIDUAL.
+        rows: How many rows.
+        epsilon: Added to the mean square, or to the sum of squares if not MEAN.
+        offset: Added to the weight in fp32.
+        SIZE: COLUMNS rounded up to a power of two, 2 ** LEVELS.
+        GATE: "none", "silu" or "sigmoid", of z.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)[None, :]
+    mask = (row < rows)[:, None] & (column < COLUMNS)
+    values = tl.load(_rows_at(x, row, x_outer, x_inner, HEADS) + column, mask=mask, other=0.0)
+    at = row.to(tl.int64)[:, None] * COLUMNS + column
+    if WEIGHT:
+        # Before the reduction, so that both loads are under way at once.
+        scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32) + offset
+    if GATE != "none":
+        gate = tl.load(_rows_at(z, row, z_outer, z_inner, HEADS) + column, mask=mask, other=0.0)
+        gate = gate.to(tl.float32)
+    if RESIDUAL:
+        added = tl.load(
+            _rows_at(residual, row, r_outer, r_inner, HEADS) + column, mask=mask, other=0.0
+        )
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(total_out + at, values, mask=mask)
+    values = values.to(tl.float32)
+    total = _row_sum(values * values, ROWS, SIZE, LEVELS)
+    if MEAN:
+        total = total / COLUMNS
+    y = values * tl.rsqrt(total + epsilon)
+    if WEIGHT:
+        y = y * scale
+    if GATE != "none":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        y = y * (gate * sigmoid if GATE == "silu" else sigmoid)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,276 @@
+"""``torch.ops.vllm_b70.paged_attention``: causal attention over vLLM's paged KV cache on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vllm_b70.ops import library
+
+#: Bytes of workspace that no call exceeds. Sequences whose parts do not fit are walked by one
+#: program a row tile; the bits are the same.
+WORKSPACE = 128 * 2**20
+#: Rows (query tokens times query heads of a key head) up to which a sequence's parts run side by
+#: side: a verification of 17 tokens with 6 heads fits.
+LIMIT = 128
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the keys are cut. This is arithmetic: it follows the head size alone.
+
+    Attributes:
+        part: Keys of a part.
+        tile: Keys of a tile; a power of two that divides ``part``.
+    """
+
+    part: int
+    tile: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What cannot change a result.
+
+    Attributes:
+        rows: Query rows of a program; a power of two, at least 16.
+        warps: Warps of a program.
+        stages: Loads in flight.
+        registers: Of a thread at most, on CUDA; 0 leaves it to the compiler.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    registers: int = 0
+
+    def options(self, device: torch.device) -> dict[str, int]:
+        """For the launcher."""
+        found = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.registers and device.type == "cuda":
+            found["maxnreg"] = self.registers
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every launch of a call.
+
+    Attributes:
+        partition: The cut of the keys.
+        split: For few rows a sequence, by the most rows that one has.
+        walk: For many.
+        programs: Programs of split on each multiprocessor.
+        merge_warps: Warps of a program of merge.
+    """
+
+    partition: Partition
+    split: Launch
+    walk: Launch
+    programs: int = 2
+    merge_warps: int = 2
+
+
+PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(256, 64)}
+
+
+def plan(head_size: int, rows: int) -> Plan:
+    """The plan for a call.
+
+    Args:
+        head_size: D, one of ``PARTITIONS``.
+        rows: The most rows of a sequence in the call.
+
+    Raises:
+        ValueError: No partition is made for this head size.
+    """
+    if head_size not in PARTITIONS:
+        raise ValueError(f"head size must be one of {sorted(PARTITIONS)}, not {head_size}")
+    split = Launch(16 if rows <= 16 else 32, 4, 3)
+    walk = Launch(128, 8, 2)
+    return Plan(PARTITIONS[head_size], split, walk)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        # A subslice is the unit that the launch of a work-group goes to.
+        return int(getattr(torch.xpu.get_device_properties(device), "gpu_subslice_count", 32))
+    return 2
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    max_query: int,
+    max_length: int,
+) -> None:
+    """Causal attention of each query row over its sequence's keys up to its position.
+
+    Row bits depend on the row, its position and its sequence's keys: not on the number of
+    sequences, the length of a query, padding, or what other slots of the cache hold. The
+    arithmetic is in ``reference.attention``. No value of the device is read on the host, so a
+    captured graph serves other lengths; ``max_query`` and ``max_length`` must bound those.
+
+    Args:
+        q: [T, HQ, D] fp16 or bf16; the last two dimensions contiguous.
+        k: [blocks, block size, H, D], the dtype of ``q``; H divides HQ. Any strides but the last.
+        v: As ``k``, with the same strides.
+        out: [T, HQ, D], the dtype of ``q``, filled; rows that belong to no sequence are left.
+        table: [S, ...] int32, the blocks of each sequence.
+        starts: [S + 1] int32, where each sequence's queries start in ``q``; not descending.
+        lengths: [S] int32, the position after each sequence's last query row.
+        scale: Of the scores.
+        max_query: At least the query tokens of any sequence.
+        max_length: At least any length; only sizes the workspace.
+
+    Raises:
+        ValueError: A shape, stride or dtype does not fit.
+    """
+    group = q.shape[1] // k.shape[2]
+    launch(
+        q, k, v, out, table, starts, lengths, scale, max_query, max_length,
+        plan(q.shape[2], max_query * group),
+    )  # fmt: skip
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    max_query: int,
+    max_length: int,
+    plan: Plan,
+    limit: int = LIMIT,
+    workspace: int = WORKSPACE,
+) -> None:
+    """``paged_attention`` by a given plan; what the benchmark times and tests compare.
+
+    Args:
+        plan: The launches.
+        limit: Rows of a sequence up to which it is split; 0 walks all.
+        workspace: Bytes of workspace at most.
+    """
+    _check(q, k, v, out, table, starts, lengths, plan)
+    from vllm_b70.kernels import attention as kernels
+
+    tokens, query_heads, size = q.shape
+    sequences, heads = lengths.shape[0], k.shape[2]
+    group = query_heads // heads
+    if tokens == 0 or sequences == 0:
+        return
+    partition = plan.partition
+    constants = dict(
+        HEADS=heads,
+        GROUP=group,
+        D=size,
+        PART=partition.part,
+        SEQUENCES=max(16, 1 << (sequences - 1).bit_length()),
+        enable_fp_fusion=False,
+    )
+    tiled = dict(BLOCK=k.shape[1], TILE=partition.tile)
+    strides = (q.stride(0), out.stride(0), table.stride(0), k.stride(0), k.stride(1), k.stride(2))
+    score = scale * math.log2(math.e)
+    most = min(max_query, tokens) * group
+    # One sequence of many rows leaves nothing to split; else whoever has few rows is split.
+    if limit > 0 and (sequences > 1 or most <= limit):
+        parts = -(-max_length // partition.part)
+        rows = min(most, limit) * heads * sequences * parts
+        capacity = max(1, min(rows, workspace // (4 * (size + 2))))
+        work = torch.empty((capacity, size + 2), dtype=torch.float32, device=q.device)
+        work_acc, rest = work.view(-1).split([capacity * size, 2 * capacity])
+        work_m, work_total = rest.split(capacity)
+        choice = plan.split
+        items = parts * heads * (min(most, limit) * sequences // choice.rows + sequences)
+        programs = max(1, min(items, plan.programs * _multiprocessors(q.device)))
+        kernels.split[(programs,)](
+            q, k, v, table, starts, lengths, out, work_m, work_total, work_acc,
+            score, sequences, capacity, *strides,
+            ROWS=choice.rows, LIMIT=limit, **choice.options(q.device), **tiled, **constants,
+        )  # fmt: skip
+        waiting = min(tokens, sequences * max(1, limit // group))
+        columns = size if waiting * heads >= 2 * _multiprocessors(q.device) else min(size, 64)
+        kernels.merge[(waiting, heads, size // columns)](
+            starts, lengths, out, work_m, work_total, work_acc, sequences, capacity, out.stride(0),
+            GROUP_ROWS=1 << (group - 1).bit_length(), COLUMNS=columns, LIMIT=limit, STAGES=4,
+            num_warps=plan.merge_warps, **constants,
+        )  # fmt: skip
+    if most > limit:
+        choice = plan.walk
+        kernels.walk[(tokens * group // choice.rows + sequences, heads)](
+            q, k, v, table, starts, lengths, out, score, sequences, *strides,
+            ROWS=choice.rows, LIMIT=limit if sequences > 1 else 0,
+            **choice.options(q.device), **tiled, **constants,
+        )  # fmt: skip
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    plan: Plan,
+) -> None:
+    if q.dim() != 3 or q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"q must be [T, HQ, D] bfloat16 or float16, not {q.dtype} {(*q.shape,)}")
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise ValueError(f"out must be {q.dtype} {(*q.shape,)}, not {out.dtype} {(*out.shape,)}")
+    for name, x in (("q", q), ("out", out)):
+        if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+            raise ValueError(f"the heads of {name} must be contiguous, not strided {x.stride()}")
+    if k.dim() != 4 or k.dtype != q.dtype or k.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"k must be [blocks, block size, H, {q.shape[2]}] {q.dtype}, "
+            f"not {k.dtype} {(*k.shape,)}"
+        )
+    if k.shape[2] == 0 or q.shape[1] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} key heads do not divide {q.shape[1]} query heads")
+    if v.shape != k.shape or v.dtype != k.dtype or v.stride() != k.stride() or k.stride(3) != 1:
+        raise ValueError(
+            f"v must be as k, {k.dtype} {(*k.shape,)} strided {k.stride()} and ending in 1, "
+            f"not {v.dtype} {(*v.shape,)} strided {v.stride()}"
+        )
+    sequences = lengths.shape[0]
+    if starts.shape != (sequences + 1,) or table.shape[0] < sequences or table.stride(-1) != 1:
+        raise ValueError(
+            f"{sequences} sequences need starts [{sequences + 1}] and as many rows of table, "
+            f"not {(*starts.shape,)} and {(*table.shape,)}"
+        )
+    for name, x in (("table", table), ("starts", starts), ("lengths", lengths)):
+        if x.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, not {x.dtype}")
+    part, tile = plan.partition.part, plan.partition.tile
+    if part % tile or tile & (tile - 1):
+        raise ValueError(f"a tile of {tile} keys must be a power of two that divides {part}")
+
+
+def _fake(q: torch.Tensor, *_: object) -> None:
+    return None
+
+
+library.define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor table, Tensor starts, "
+    "Tensor lengths, float scale, int max_query, int max_length) -> ()",
+    paged_attention,
+    _fake,
+    devices=("CUDA", "XPU", "CPU"),
+)
