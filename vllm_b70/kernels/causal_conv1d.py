@@ -84,20 +84,23 @@ def steps(
         tl.store(out + (first + t) * D + d, y.to(out.dtype.element_ty), mask=in_d)
         column = t - tokens + tl.minimum(tokens, COLUMNS)
         target = tl.load(table + request * COLUMNS + column, mask=column >= 0, other=0)
-        kept = history + target.to(tl.int64) * SLOT + d * CHANNEL
-        keep = in_d & (target > 0)
-        tl.store(kept, x1, mask=keep)
-        tl.store(kept + TOKEN, x2, mask=keep)
-        tl.store(kept + 2 * TOKEN, x3, mask=keep)
+        if target > 0:
+            kept = history + target.to(tl.int64) * SLOT + d * CHANNEL
+            tl.store(kept, x1, mask=in_d)
+            tl.store(kept + TOKEN, x2, mask=in_d)
+            tl.store(kept + 2 * TOKEN, x3, mask=in_d)
         x0, x1, x2 = x1, x2, x3
 
 
 @triton.jit
-def _input(x, history, at, d, TOKEN: tl.constexpr, X_ROW: tl.constexpr, in_tile, resumed):
-    """Inputs at positions ``at`` of a chunk; those before its start come from the history."""
+def _input(x, history, at, d, in_tile, oldest, X_ROW: tl.constexpr, TOKEN: tl.constexpr):
+    """Inputs at positions ``at`` of a chunk. Those before its start come from the history, and are
+    0 before ``oldest``."""
     inside = at >= 0
     new = tl.load(x + at.to(tl.int64) * X_ROW + d, mask=in_tile & inside, other=0.0)
-    old = tl.load(history + (at + 3) * TOKEN, mask=in_tile & (at < 0) & (resumed != 0), other=0.0)
+    old = tl.load(
+        history + (at + 3) * TOKEN, mask=in_tile & (at < 0) & (at >= oldest), other=0.0
+    )
     return tl.where(inside, new, old)
 
 
@@ -146,7 +149,7 @@ def prompts(
         sources: [N] int32, the row of ``x`` where each sequence's chunk starts.
         starts: [N + 1] int32, where it starts in the outputs.
         slots: [N] int32.
-        resumed: [N] int32, 0 where the sequence begins here and its slot must not be read.
+        resumed: [N] int32, 1; 0 where the sequence begins here and its slot must not be read.
         chunks: [chunks, 2] int32, a sequence and the number of one of its blocks of GRID tokens.
         q, k: [T, HK, K], the dtype of x, normalised.
         v: [T, HV, V], the dtype of x.
@@ -162,7 +165,7 @@ def prompts(
         return
     source = tl.load(sources + sequence).to(tl.int64)
     slot = tl.load(slots + sequence).to(tl.int64)
-    has_past = tl.load(resumed + sequence)
+    oldest = -3 * tl.load(resumed + sequence)
 
     i = tl.arange(0, BD)
     d = tl.where(head < 2 * HK, head * K, 2 * HK * K + (head - 2 * HK) * V) + i
@@ -173,9 +176,9 @@ def prompts(
     rows = x + source * X_ROW
     past = history + slot * SLOT + d * CHANNEL
     at = t[:, None]
-    x0 = _input(rows, past[None, :], at - 3, d[None, :], TOKEN, X_ROW, in_tile, has_past)
-    x1 = _input(rows, past[None, :], at - 2, d[None, :], TOKEN, X_ROW, in_tile, has_past)
-    x2 = _input(rows, past[None, :], at - 1, d[None, :], TOKEN, X_ROW, in_tile, has_past)
+    x0 = _input(rows, past[None, :], at - 3, d[None, :], in_tile, oldest, X_ROW, TOKEN)
+    x1 = _input(rows, past[None, :], at - 2, d[None, :], in_tile, oldest, X_ROW, TOKEN)
+    x2 = _input(rows, past[None, :], at - 1, d[None, :], in_tile, oldest, X_ROW, TOKEN)
     x3 = tl.load(rows + at.to(tl.int64) * X_ROW + d[None, :], mask=in_tile, other=0.0)
     w0 = tl.load(weight + d * 4, mask=in_d, other=0.0).to(tl.float32)[None, :]
     w1 = tl.load(weight + d * 4 + 1, mask=in_d, other=0.0).to(tl.float32)[None, :]
@@ -188,9 +191,10 @@ def prompts(
         u = y.to(tl.float32)
         u = u * (1.0 / tl.sqrt(tl.sum(u * u, 1) + EPSILON))[:, None]
         to = row[:, None] * (HK * K) + (head % HK) * K + i[None, :]
-        # One of the two stores is masked out whole.
-        tl.store(q + to, u.to(q.dtype.element_ty), mask=in_tile & (head < HK))
-        tl.store(k + to, u.to(q.dtype.element_ty), mask=in_tile & (head >= HK))
+        if head < HK:
+            tl.store(q + to, u.to(q.dtype.element_ty), mask=in_tile)
+        else:
+            tl.store(k + to, u.to(k.dtype.element_ty), mask=in_tile)
     else:
         value_head = head - 2 * HK
         tl.store(v + row[:, None] * (HV * V) + value_head * V + i[None, :], y, mask=in_tile)
@@ -207,7 +211,7 @@ def prompts(
         j = tl.arange(0, 4)[:, None]
         three = (j < 3) & in_d[None, :]
         last = _input(
-            rows, past[None, :], tokens - 3 + j, d[None, :], TOKEN, X_ROW, three, has_past
+            rows, past[None, :], tokens - 3 + j, d[None, :], three, oldest, X_ROW, TOKEN
         )
         tl.debug_barrier()
         tl.store(past[None, :] + j * TOKEN, last, mask=three)

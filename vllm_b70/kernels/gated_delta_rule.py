@@ -73,8 +73,9 @@ def advance(
     in_k = tl.arange(0, K)
     in_v = block * BV + tl.arange(0, BV)
     in_state = (head * V + in_v)[:, None] * K + in_k[None, :]
-    # A masked load is not carried out, so a negative slot is never an address.
-    s = tl.load(state + slot.to(tl.int64) * SLOT + in_state, mask=slot > 0, other=float("nan"))
+    # A product with 1 is exact; one with NaN marks all that follows from a lost state.
+    s = tl.load(state + tl.maximum(slot, 0).to(tl.int64) * SLOT + in_state)
+    s = s * tl.where(slot > 0, 1.0, float("nan"))
 
     key_head = head // (HV // HK)
     q_at = x + first * X_ROW + key_head * K + in_k
@@ -90,12 +91,10 @@ def advance(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     for t in range(tokens):
-        more = t + 1 < tokens
-        q_next = tl.load(q_at + (t + 1) * X_ROW, mask=more, other=0.0)
-        k_next = tl.load(k_at + (t + 1) * X_ROW, mask=more, other=0.0)
-        v_next = tl.load(v_at + (t + 1) * X_ROW, mask=more, other=0.0)
-        alpha_next = tl.load(a_at + (t + 1) * A_ROW, mask=more, other=0.0)
-        gate_next = tl.load(b_at + (t + 1) * B_ROW, mask=more, other=0.0)
+        ahead = tl.minimum(t + 1, tokens - 1)
+        q_next, k_next = tl.load(q_at + ahead * X_ROW), tl.load(k_at + ahead * X_ROW)
+        v_next = tl.load(v_at + ahead * X_ROW)
+        alpha_next, gate_next = tl.load(a_at + ahead * A_ROW), tl.load(b_at + ahead * B_ROW)
         column = t - tokens + tl.minimum(tokens, COLUMNS)
         target = tl.load(table + request * COLUMNS + column, mask=column >= 0, other=0)
 
@@ -108,5 +107,6 @@ def advance(
         s = s + update[:, None] * key[None, :]
         y = tl.sum(s * query[None, :], 1)
         tl.store(out_at + t * (HV * V), y.to(out.dtype.element_ty))
-        tl.store(state + target.to(tl.int64) * SLOT + in_state, s, mask=target > 0)
+        if target > 0:
+            tl.store(state + target.to(tl.int64) * SLOT + in_state, s)
         q, k, v, alpha, gate = q_next, k_next, v_next, alpha_next, gate_next

@@ -22,7 +22,7 @@ class PromptSequences:
         sources: [N] int32, the row where each begins.
         starts: [N + 1] int32, where it begins among all prompt rows; the last is their number.
         slots: [N] int32 or int64, the slot it works in.
-        resumed: [N] int32, 0 where the sequence begins here.
+        resumed: [N] int32, 1, or 0 where the sequence begins here.
         chunks: [blocks, 2] int32, the sequence and the number of each block of 64 tokens.
     """
 
