@@ -170,8 +170,8 @@ def prompt(cache, work):
         starts.append(starts[-1] + last - first)
         blocks += [[n, i] for i in range(-(-(last - first) // 64))]
     sequences = PromptSequences(
-        ints(*sources), ints(*starts), ints(*(w[3] for w in work)), ints(*(int(w[1] > 0) for w in work)),
-        torch.tensor(blocks, dtype=torch.int32),
+        ints(*sources), ints(*starts), ints(*(w[3] for w in work)),
+        ints(*(int(w[1] > 0) for w in work)), torch.tensor(blocks, dtype=torch.int32),
     )  # fmt: skip
     return prompt_inputs(
         torch.cat(x), torch.cat(a), torch.cat(b), Weights.conv, Weights.a_log, Weights.dt_bias,

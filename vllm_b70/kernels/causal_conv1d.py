@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_b70.kernels.gated_delta_rule import EPSILON, gates
+from vllm_b70.kernels.overlap import let_next_start, wait
 
 #: Inputs of one output.
 WIDTH = 4
@@ -56,7 +57,7 @@ def steps(
         out: [T, D] contiguous, the dtype of x; filled for the rows of advanced requests.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        wait()
     request = tl.program_id(0)
     slot = tl.load(read + request)
     if slot <= 0:
@@ -77,7 +78,7 @@ def steps(
     # The slot that was read may be one that is written: no store before every thread has loaded.
     tl.debug_barrier()
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        let_next_start()
     for t in range(tokens):
         x3 = tl.load(x + (first + t) * X_ROW + d, mask=in_d, other=0.0)
         y = convolve(x0, x1, x2, x3, w0, w1, w2, w3)
@@ -98,9 +99,7 @@ def _input(x, history, at, d, in_tile, oldest, X_ROW: tl.constexpr, TOKEN: tl.co
     0 before ``oldest``."""
     inside = at >= 0
     new = tl.load(x + at.to(tl.int64) * X_ROW + d, mask=in_tile & inside, other=0.0)
-    old = tl.load(
-        history + (at + 3) * TOKEN, mask=in_tile & (at < 0) & (at >= oldest), other=0.0
-    )
+    old = tl.load(history + (at + 3) * TOKEN, mask=in_tile & (at < 0) & (at >= oldest), other=0.0)
     return tl.where(inside, new, old)
 
 
@@ -210,8 +209,6 @@ def prompts(
     if begin == 0:
         j = tl.arange(0, 4)[:, None]
         three = (j < 3) & in_d[None, :]
-        last = _input(
-            rows, past[None, :], tokens - 3 + j, d[None, :], three, oldest, X_ROW, TOKEN
-        )
+        last = _input(rows, past[None, :], tokens - 3 + j, d[None, :], three, oldest, X_ROW, TOKEN)
         tl.debug_barrier()
         tl.store(past[None, :] + j * TOKEN, last, mask=three)

@@ -1,4 +1,4 @@
-"""The gated delta rule of rows past their prompt, one token at a time; see reference.gated_delta_rule.
+"""The gated delta rule of rows past their prompt, token by token; see reference.gated_delta_rule.
 
 One program computes BV rows of one value head's state for one request. Its loop over the request's
 tokens is the whole of the arithmetic, so a token gets the same bits in a step of one token, in the
@@ -8,6 +8,8 @@ which order the K products of a sum are added: they belong to the device family,
 
 import triton
 import triton.language as tl
+
+from vllm_b70.kernels.overlap import let_next_start, wait
 
 EPSILON = tl.constexpr(1e-6)
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
@@ -21,7 +23,9 @@ def gates(a, b, a_log, dt_bias):
     return -tl.exp(a_log) * softplus, tl.sigmoid(b)
 
 
-@triton.jit(do_not_specialize_on_alignment=["a", "b", "a_log", "dt_bias", "starts", "read", "table"])
+@triton.jit(
+    do_not_specialize_on_alignment=["a", "b", "a_log", "dt_bias", "starts", "read", "table"]
+)
 def advance(
     x,
     a,
@@ -61,7 +65,7 @@ def advance(
         out: [T, HV, V] contiguous, 16 bit; filled for the rows of advanced requests.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        wait()
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(read + request)
     if slot == 0:
@@ -89,7 +93,7 @@ def advance(
     q, k, v = tl.load(q_at), tl.load(k_at), tl.load(v_at)
     alpha, gate = tl.load(a_at), tl.load(b_at)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        let_next_start()
     for t in range(tokens):
         ahead = tl.minimum(t + 1, tokens - 1)
         q_next, k_next = tl.load(q_at + ahead * X_ROW), tl.load(k_at + ahead * X_ROW)
