@@ -85,8 +85,8 @@ def pin(module: Any, name: str) -> None:
 
     from vllm_b70.plugin import PluginError
 
-    kernel = getattr(module, name, None)
-    inner = getattr(kernel, "fn", None)
+    kernel: Any = getattr(module, name, None)
+    inner: Any = getattr(kernel, "fn", None)
     if isinstance(inner, Pinned):
         return
     fits = (

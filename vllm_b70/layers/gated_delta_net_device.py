@@ -282,7 +282,7 @@ def run_prompts(
     # A slot of a request that begins may hold anything, NaN included.
     resumed = (sequences.resumed > 0)[:, None, None, None]
     initial = torch.where(resumed, state[sequences.slots], 0.0)
-    whole = isinstance(call.rows, slice)
+    together = isinstance(call.rows, slice)
     result, final = chunk_gated_delta_rule(
         q=q[None],
         k=k[None],
@@ -295,8 +295,8 @@ def run_prompts(
         chunk_indices=sequences.chunks,
         chunk_offsets=call.offsets,
         use_qk_l2norm_in_kernel=False,
-        core_attn_out=out[call.rows].view(-1) if whole else None,
+        core_attn_out=out[call.rows].view(-1) if together else None,
     )
-    if not whole:
-        out.index_copy_(0, call.rows, result[0])
-    state.index_copy_(0, sequences.slots, final)
+    if not together:
+        out[call.rows] = result[0]
+    state[sequences.slots] = final

@@ -65,12 +65,11 @@ def prompt_inputs(
 
     heads, values, keys = state.shape[1:]
     check_layout(x, a, b, weight, history, state, key_heads)
-    like = {"dtype": x.dtype, "device": x.device}
-    q, k = (torch.empty(tokens, key_heads, keys, **like) for _ in range(2))
-    v = torch.empty(tokens, heads, values, **like)
-    decay, beta = (
-        torch.empty(tokens, heads, dtype=torch.float32, device=x.device) for _ in range(2)
-    )
+    q = torch.empty((tokens, key_heads, keys), dtype=x.dtype, device=x.device)
+    k = torch.empty_like(q)
+    v = torch.empty((tokens, heads, values), dtype=x.dtype, device=x.device)
+    decay = torch.empty((tokens, heads), dtype=torch.float32, device=x.device)
+    beta = torch.empty_like(decay)
     programs = len(sequences.chunks) * (GRID // BLOCK_TOKENS)
     causal_conv1d.prompts[(programs, 2 * key_heads + heads)](
         x, a, b, a_log, dt_bias, weight, history,
