@@ -15,7 +15,7 @@ from vllm_b70.ops.recurrent_steps import Launch, recurrent_steps
 from vllm_b70.ops.state_columns import StateRecord, place_states
 from vllm_b70.reference import gated_delta_rule as reference
 
-HK, HV, SIZE = 2, 4, 16
+HK, HV, SIZE = 1, 2, 16
 D = (2 * HK + HV) * SIZE
 SLOTS = 24
 NAN = float("nan")
@@ -226,9 +226,9 @@ def test_one_convolution_for_prompts_and_steps():
 
     out = torch.empty(9, D, dtype=torch.bfloat16)
     causal_conv1d.steps[(1, 1)](
-        tokens.x, Weights.conv, history, ints(0, 9), ints(3), ints(3), out, D=D,
-        X_ROW=tokens.x.stride(0), SLOT=history.stride(0), TOKEN=history.stride(1), CHANNEL=1,
-        COLUMNS=1, BD=256, PDL=False,
+        tokens.x, Weights.conv, history, ints(0, 9), ints(3), ints(3), out,
+        history.stride(0) // 16, 1, D=D, X_ROW=tokens.x.stride(0), TOKEN=history.stride(1),
+        CHANNEL=1, BD=256, PDL=False,
     )  # fmt: skip
     assert torch.equal(out[:, 2 * HK * SIZE :], v.flatten(1))
     assert torch.equal(history[3, :3], cache[0][2, :3])

@@ -28,7 +28,10 @@ def convolve(x0, x1, x2, x3, w0, w1, w2, w3):
     return y / (1.0 + tl.exp(-y))
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "read", "table"])
+@triton.jit(
+    do_not_specialize=["slot_units", "columns"],
+    do_not_specialize_on_alignment=["starts", "read", "table"],
+)
 def steps(
     x,
     weight,
@@ -37,12 +40,12 @@ def steps(
     read,
     table,
     out,
+    slot_units,
+    columns,
     D: tl.constexpr,
     X_ROW: tl.constexpr,
-    SLOT: tl.constexpr,
     TOKEN: tl.constexpr,
     CHANNEL: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -51,7 +54,7 @@ def steps(
     Args:
         x: [T, D], rows X_ROW apart, 16 bit.
         weight: [D, 4].
-        history: [slots, 3, D] by the strides SLOT, TOKEN and CHANNEL, the dtype of x.
+        history: [slots, 3, D] by the strides 16 * slot_units, TOKEN and CHANNEL, the dtype of x.
         starts, read, table: As for ``gated_delta_rule.advance``; a request whose ``read`` is not
             positive is left alone.
         out: [T, D] contiguous, the dtype of x; filled for the rows of advanced requests.
@@ -67,7 +70,8 @@ def steps(
     first = first.to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     in_d = d < D
-    past = history + slot.to(tl.int64) * SLOT + d * CHANNEL
+    distance = slot_units.to(tl.int64) * 16
+    past = history + slot * distance + d * CHANNEL
     x0 = tl.load(past, mask=in_d, other=0.0)
     x1 = tl.load(past + TOKEN, mask=in_d, other=0.0)
     x2 = tl.load(past + 2 * TOKEN, mask=in_d, other=0.0)
@@ -83,10 +87,10 @@ def steps(
         x3 = tl.load(x + (first + t) * X_ROW + d, mask=in_d, other=0.0)
         y = convolve(x0, x1, x2, x3, w0, w1, w2, w3)
         tl.store(out + (first + t) * D + d, y.to(out.dtype.element_ty), mask=in_d)
-        column = t - tokens + tl.minimum(tokens, COLUMNS)
-        target = tl.load(table + request * COLUMNS + column, mask=column >= 0, other=0)
+        column = t - tokens + tl.minimum(tokens, columns)
+        target = tl.load(table + request * columns + column, mask=column >= 0, other=0)
         if target > 0:
-            kept = history + target.to(tl.int64) * SLOT + d * CHANNEL
+            kept = history + target * distance + d * CHANNEL
             tl.store(kept, x1, mask=in_d)
             tl.store(kept + TOKEN, x2, mask=in_d)
             tl.store(kept + 2 * TOKEN, x3, mask=in_d)
@@ -104,6 +108,7 @@ def _input(x, history, at, d, in_tile, oldest, X_ROW: tl.constexpr, TOKEN: tl.co
 
 
 @triton.jit(
+    do_not_specialize=["slot_units"],
     do_not_specialize_on_alignment=[
         "a", "b", "a_log", "dt_bias", "sources", "starts", "slots", "resumed", "chunks",
     ]
@@ -126,10 +131,10 @@ def prompts(
     v,
     decay,
     beta,
+    slot_units,
     X_ROW: tl.constexpr,
     A_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
-    SLOT: tl.constexpr,
     TOKEN: tl.constexpr,
     CHANNEL: tl.constexpr,
     HK: tl.constexpr,
@@ -173,7 +178,7 @@ def prompts(
     in_t = t < tokens
     in_tile = in_t[:, None] & in_d[None, :]
     rows = x + source * X_ROW
-    past = history + slot * SLOT + d * CHANNEL
+    past = history + slot * (slot_units.to(tl.int64) * 16) + d * CHANNEL
     at = t[:, None]
     x0 = _input(rows, past[None, :], at - 3, d[None, :], in_tile, oldest, X_ROW, TOKEN)
     x1 = _input(rows, past[None, :], at - 2, d[None, :], in_tile, oldest, X_ROW, TOKEN)

@@ -4,6 +4,8 @@ One program computes BV rows of one value head's state for one request. Its loop
 tokens is the whole of the arithmetic, so a token gets the same bits in a step of one token, in the
 verification of k drafts and in a replay. Launches switch fusion off. BV and the warps choose in
 which order the K products of a sum are added: they belong to the device family, never to the batch.
+The draft depth, and the slots' distance that follows from it, are no constants either, so that a
+server with another depth runs the same binary.
 """
 
 import triton
@@ -24,7 +26,8 @@ def gates(a, b, a_log, dt_bias):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["a", "b", "a_log", "dt_bias", "starts", "read", "table"]
+    do_not_specialize=["slot_units", "columns"],
+    do_not_specialize_on_alignment=["a", "b", "a_log", "dt_bias", "starts", "read", "table"],
 )
 def advance(
     x,
@@ -37,11 +40,11 @@ def advance(
     read,
     table,
     out,
+    slot_units,
+    columns,
     X_ROW: tl.constexpr,
     A_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
-    SLOT: tl.constexpr,
-    COLUMNS: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -56,11 +59,11 @@ def advance(
         x: [T, 2 * HK * K + HV * V], rows X_ROW apart: convolved q, k and v, 16 bit.
         a, b: [T, HV], rows A_ROW and B_ROW apart: inputs of the gates.
         a_log, dt_bias: [HV].
-        state: [slots, HV, V, K] fp32, slots SLOT apart; read and written.
+        state: [slots, HV, V, K] fp32, slots 16 * slot_units apart; read and written.
         starts: [requests + 1] int32, where each request's rows start.
         read: [requests] int32, the slot of the state before a request's first row; 0 for a request
             that is not advanced, negative for one whose state is lost: its rows become NaN.
-        table: [requests, COLUMNS] int32, where to leave the states after the last COLUMNS rows.
+        table: [requests, columns] int32, where to leave the states after the last ``columns`` rows.
             Slot 0 is never written.
         out: [T, HV, V] contiguous, 16 bit; filled for the rows of advanced requests.
     """
@@ -78,7 +81,8 @@ def advance(
     in_v = block * BV + tl.arange(0, BV)
     in_state = (head * V + in_v)[:, None] * K + in_k[None, :]
     # A product with 1 is exact; one with NaN marks all that follows from a lost state.
-    s = tl.load(state + tl.maximum(slot, 0).to(tl.int64) * SLOT + in_state)
+    distance = slot_units.to(tl.int64) * 16
+    s = tl.load(state + tl.maximum(slot, 0) * distance + in_state)
     s = s * tl.where(slot > 0, 1.0, float("nan"))
 
     key_head = head // (HV // HK)
@@ -99,8 +103,8 @@ def advance(
         q_next, k_next = tl.load(q_at + ahead * X_ROW), tl.load(k_at + ahead * X_ROW)
         v_next = tl.load(v_at + ahead * X_ROW)
         alpha_next, gate_next = tl.load(a_at + ahead * A_ROW), tl.load(b_at + ahead * B_ROW)
-        column = t - tokens + tl.minimum(tokens, COLUMNS)
-        target = tl.load(table + request * COLUMNS + column, mask=column >= 0, other=0)
+        column = t - tokens + tl.minimum(tokens, columns)
+        target = tl.load(table + request * columns + column, mask=column >= 0, other=0)
 
         query, key = q.to(tl.float32), k.to(tl.float32)
         query = query * (1.0 / tl.sqrt(tl.sum(query * query, 0) + EPSILON) * SCALE)
@@ -112,5 +116,5 @@ def advance(
         y = tl.sum(s * query[None, :], 1)
         tl.store(out_at + t * (HV * V), y.to(out.dtype.element_ty))
         if target > 0:
-            tl.store(state + target.to(tl.int64) * SLOT + in_state, s)
+            tl.store(state + target * distance + in_state, s)
         q, k, v, alpha, gate = q_next, k_next, v_next, alpha_next, gate_next
