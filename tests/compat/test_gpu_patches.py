@@ -14,13 +14,13 @@ import transformers  # noqa: F401  (before vLLM's model runner, which imports it
 import triton
 
 from vllm_b70.compat import fla_autotune, prompt_rows
-from vllm_b70.ops import chunk_launches, tiles
+from vllm_b70.ops import gdn_launches, tiles
 from vllm_b70.plugin import PluginError
 
 pytestmark = pytest.mark.compat
 
 NAME = "chunk_fwd_kernel_o"
-WANTED = chunk_launches.configuration(NAME, "any", 32)
+WANTED = gdn_launches.chunk(NAME, "any", 32)
 
 
 def module_with(configs, arguments=("x", "H")):
@@ -84,10 +84,10 @@ import vllm.triton_utils as u
 u.triton, u.tl, u.tldevice, u.HAS_TRITON = triton, tl, None, True
 import importlib, json, sys
 from vllm_b70.compat import fla_autotune
-from vllm_b70.ops import chunk_launches, tiles
+from vllm_b70.ops import gdn_launches, tiles
 tiles.family = lambda device: "any"
 fla_autotune.apply()
-for name in chunk_launches.kernels():
+for name in gdn_launches.chunk_kernels():
     module = importlib.import_module(f"{fla_autotune.PACKAGE}.{fla_autotune.MODULES[name]}")
     pinned = getattr(module, name).fn
     assert pinned._choose(32) and len(pinned.autotuner.configs) > 1, name

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from vllm_b70.layers.state_columns import StateColumns
+from vllm_b70.ops.gdn_launches import Launch
 from vllm_b70.ops.prompt_inputs import PromptSequences, prompt_inputs
-from vllm_b70.ops.recurrent_steps import Launch, recurrent_steps
+from vllm_b70.ops.recurrent_steps import recurrent_steps
 from vllm_b70.ops.state_columns import StateRecord, place_states
 from vllm_b70.reference import gated_delta_rule as reference
 

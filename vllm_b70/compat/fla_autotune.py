@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_b70.ops import chunk_launches, tiles
+from vllm_b70.ops import gdn_launches, tiles
 
 PACKAGE = "vllm.third_party.flash_linear_attention.ops"
 #: Module of each kernel that prompt chunks run through.
@@ -57,7 +57,7 @@ class Pinned:
         from vllm_b70.plugin import PluginError
 
         device = "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cuda"
-        wanted = chunk_launches.configuration(self.name, tiles.family(torch.device(device)), heads)
+        wanted = gdn_launches.chunk(self.name, tiles.family(torch.device(device)), heads)
         for config in self.autotuner.configs:
             tried = {**config.kwargs, "num_warps": config.num_warps}
             if all(tried.get(name, wanted[name]) == wanted[name] for name in wanted) and set(
@@ -75,7 +75,7 @@ def pin(module: Any, name: str) -> None:
 
     Args:
         module: The kernel's module.
-        name: Name of the kernel, one of ``chunk_launches.kernels()``.
+        name: Name of the kernel, one of ``gdn_launches.chunk_kernels()``.
 
     Raises:
         PluginError: The kernel is not heuristics over an autotuner over a compiled function.
@@ -108,5 +108,5 @@ def apply() -> None:
     """Pin every kernel that prompt chunks run through; safe to call again."""
     import importlib
 
-    for name in chunk_launches.kernels():
+    for name in gdn_launches.chunk_kernels():
         pin(importlib.import_module(f"{PACKAGE}.{MODULES[name]}"), name)

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from vllm_b70.ops import tiles
+from vllm_b70.ops import gdn_launches, tiles
+from vllm_b70.ops.gdn_launches import Launch
 
 #: Channels of a program of the convolution, and its warps; free, they cannot change a result.
 CONV_BLOCK, CONV_WARPS = 256, 4
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How the recurrent kernel is launched: part of its arithmetic, so one for a device family.
-
-    Attributes:
-        block: Rows of a head's state in one program.
-        warps: Warps of a program.
-        overlap: Let a kernel start while the one before it ends (CUDA from sm90 on); free.
-    """
-
-    block: int = 32
-    warps: int = 1
-    overlap: bool = False
-
-
-#: By device family; chosen by ``benchmarks/bench_gated_delta_net.py``.
-LAUNCHES: dict[str, Launch] = {}
-
-
-def launch_for(device: torch.device) -> Launch:
-    """The launch of a device's family."""
-    return LAUNCHES.get(tiles.family(device), Launch())
 
 
 def recurrent_steps(
@@ -88,7 +63,7 @@ def recurrent_steps(
         raise ValueError(f"out must be a contiguous {(x.shape[0], heads, values)}")
     if requests == 0 or x.shape[0] == 0:
         return
-    launch = launch or launch_for(x.device)
+    launch = launch or gdn_launches.recurrent(tiles.family(x.device), heads)
     block = min(launch.block, values)
     options = {"launch_pdl": True} if launch.overlap else {}
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
