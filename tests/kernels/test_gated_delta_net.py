@@ -228,7 +228,7 @@ def test_one_convolution_for_prompts_and_steps():
     out = torch.empty(9, D, dtype=torch.bfloat16)
     causal_conv1d.steps[(1, 1)](
         tokens.x, Weights.conv, history, ints(0, 9), ints(3), ints(3), out,
-        history.stride(0) // 16, 1, D=D, X_ROW=tokens.x.stride(0), TOKEN=history.stride(1),
+        history.stride(0) // 8, 1, D=D, X_ROW=tokens.x.stride(0), TOKEN=history.stride(1),
         CHANNEL=1, BD=256, PDL=False,
     )  # fmt: skip
     assert torch.equal(out[:, 2 * HK * SIZE :], v.flatten(1))

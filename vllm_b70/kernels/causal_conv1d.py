@@ -54,7 +54,7 @@ def steps(
     Args:
         x: [T, D], rows X_ROW apart, 16 bit.
         weight: [D, 4].
-        history: [slots, 3, D] by the strides 16 * slot_units, TOKEN and CHANNEL, the dtype of x.
+        history: [slots, 3, D] by the strides 8 * slot_units, TOKEN and CHANNEL, the dtype of x.
         starts, read, table: As for ``gated_delta_rule.advance``; a request whose ``read`` is not
             positive is left alone.
         out: [T, D] contiguous, the dtype of x; filled for the rows of advanced requests.
@@ -70,7 +70,7 @@ def steps(
     first = first.to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     in_d = d < D
-    distance = slot_units.to(tl.int64) * 16
+    distance = slot_units.to(tl.int64) * 8
     past = history + slot * distance + d * CHANNEL
     x0 = tl.load(past, mask=in_d, other=0.0)
     x1 = tl.load(past + TOKEN, mask=in_d, other=0.0)
@@ -178,7 +178,7 @@ def prompts(
     in_t = t < tokens
     in_tile = in_t[:, None] & in_d[None, :]
     rows = x + source * X_ROW
-    past = history + slot * (slot_units.to(tl.int64) * 16) + d * CHANNEL
+    past = history + slot * (slot_units.to(tl.int64) * 8) + d * CHANNEL
     at = t[:, None]
     x0 = _input(rows, past[None, :], at - 3, d[None, :], in_tile, oldest, X_ROW, TOKEN)
     x1 = _input(rows, past[None, :], at - 2, d[None, :], in_tile, oldest, X_ROW, TOKEN)

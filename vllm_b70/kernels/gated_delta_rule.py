@@ -59,7 +59,7 @@ def advance(
         x: [T, 2 * HK * K + HV * V], rows X_ROW apart: convolved q, k and v, 16 bit.
         a, b: [T, HV], rows A_ROW and B_ROW apart: inputs of the gates.
         a_log, dt_bias: [HV].
-        state: [slots, HV, V, K] fp32, slots 16 * slot_units apart; read and written.
+        state: [slots, HV, V, K] fp32, slots 4 * slot_units apart; read and written.
         starts: [requests + 1] int32, where each request's rows start.
         read: [requests] int32, the slot of the state before a request's first row; 0 for a request
             that is not advanced, negative for one whose state is lost: its rows become NaN.
@@ -81,7 +81,7 @@ def advance(
     in_v = block * BV + tl.arange(0, BV)
     in_state = (head * V + in_v)[:, None] * K + in_k[None, :]
     # A product with 1 is exact; one with NaN marks all that follows from a lost state.
-    distance = slot_units.to(tl.int64) * 16
+    distance = slot_units.to(tl.int64) * 4
     s = tl.load(state + tl.maximum(slot, 0) * distance + in_state)
     s = s * tl.where(slot > 0, 1.0, float("nan"))
 

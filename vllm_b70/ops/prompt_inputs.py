@@ -74,7 +74,7 @@ def prompt_inputs(
     causal_conv1d.prompts[(programs, 2 * key_heads + heads)](
         x, a, b, a_log, dt_bias, weight, history,
         sequences.sources, sequences.starts, sequences.slots, sequences.resumed, sequences.chunks,
-        q, k, v, decay, beta, history.stride(0) // 16,
+        q, k, v, decay, beta, history.stride(0) // 8,
         X_ROW=x.stride(0), A_ROW=a.stride(0), B_ROW=b.stride(0),
         TOKEN=history.stride(1), CHANNEL=history.stride(2), HK=key_heads, HV=heads, K=keys,
         V=values, BD=max(keys, values), GRID=GRID, BT=BLOCK_TOKENS,

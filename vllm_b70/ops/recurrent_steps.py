@@ -68,14 +68,14 @@ def recurrent_steps(
     options = {"launch_pdl": True} if launch.overlap else {}
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     causal_conv1d.steps[(requests, -(-x.shape[1] // CONV_BLOCK))](
-        x, weight, history, starts, read, table, convolved, history.stride(0) // 16, columns,
+        x, weight, history, starts, read, table, convolved, history.stride(0) // 8, columns,
         D=x.shape[1], X_ROW=x.stride(0), TOKEN=history.stride(1), CHANNEL=history.stride(2),
         BD=CONV_BLOCK, PDL=launch.overlap,
         num_warps=CONV_WARPS, enable_fp_fusion=False, **options,
     )  # fmt: skip
     gated_delta_rule.advance[(values // block, heads, requests)](
         convolved, a, b, a_log, dt_bias, state, starts, read, table, out,
-        state.stride(0) // 16, columns,
+        state.stride(0) // 4, columns,
         X_ROW=x.shape[1], A_ROW=a.stride(0), B_ROW=b.stride(0), HK=key_heads, HV=heads, K=keys,
         V=values, BV=block, SCALE=keys**-0.5, PDL=launch.overlap,
         num_warps=launch.warps, enable_fp_fusion=False, **options,
@@ -103,8 +103,8 @@ def check_layout(
     if state.stride()[1:] != (values * keys, keys, 1) or heads % key_heads:
         raise ValueError(f"state {(*state.shape,)} must be contiguous but for its slots")
     for name, cache in (("history", history), ("state", state)):
-        if cache.stride(0) % 16 or cache.data_ptr() % 16:
-            raise ValueError(f"the {name} of a slot must start at a multiple of 16 elements")
+        if cache.stride(0) * cache.element_size() % 16 or cache.data_ptr() % 16:
+            raise ValueError(f"the {name} of a slot must start at a multiple of 16 bytes")
     for name, size in (("keys", keys), ("values", values)):
         if size & (size - 1):
             raise ValueError(f"a head's {name} must be a power of two, not {size}")
