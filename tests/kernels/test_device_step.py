@@ -30,8 +30,8 @@ def normal(*shape, seed, dtype=torch.bfloat16):
 def chunk_kernel(monkeypatch):
     """Stands for FLA's kernels; takes what they take and writes where they write."""
 
-    def chunked(q, k, v, g, beta, initial_state, cu_seqlens, core_attn_out=None, **rest):
-        assert rest["output_final_state"] and not rest["use_qk_l2norm_in_kernel"]
+    def chunked(q, k, v, g, beta, scale, initial_state, cu_seqlens, core_attn_out=None, **rest):
+        assert rest["output_final_state"]
         counts = [-(-int(n) // 64) for n in cu_seqlens.diff()]
         assert rest["chunk_indices"].tolist() == [
             [n, i] for n, count in enumerate(counts) for i in range(count)
@@ -48,11 +48,11 @@ def chunk_kernel(monkeypatch):
                 read = (s * keys[:, :, None]).sum(1)
                 update = beta[0, t][:, None] * (v[0, t].float() - read)
                 s = s + keys[:, :, None] * update[:, None, :]
-                out[0, t] = (s * queries[:, :, None]).sum(1) * SIZE**-0.5
+                out[0, t] = (s * queries[:, :, None]).sum(1) * scale
             finals.append(s.transpose(1, 2))
-        return out, torch.stack(finals)
+        return None, out, None, torch.stack(finals), None, None, None
 
-    monkeypatch.setattr(device, "chunk_gated_delta_rule", chunked)
+    monkeypatch.setattr(device, "chunk_gated_delta_rule_fwd", chunked)
 
 
 def make_layer(slots=SLOTS):
@@ -288,10 +288,10 @@ def test_the_reference_in_place_of_the_chunked_kernel_is_the_recurrence():
         return (u / torch.sqrt((u * u).sum(-1, keepdim=True) + 1e-6)).float()
 
     decay = -torch.exp(layer.A_log) * torch.nn.functional.softplus(a.float() + layer.dt_bias)
-    got, _ = device.chunk_gated_delta_rule(
+    _, got, *_ = device.chunk_gated_delta_rule_fwd(
         norm(q.float())[None], norm(k.float())[None], v[None], decay[None],
-        torch.sigmoid(b.float())[None], state[None], torch.tensor([0, tokens]),
-        output_final_state=True, use_qk_l2norm_in_kernel=False,
-        chunk_indices=torch.tensor([[0, 0]]), chunk_offsets=torch.tensor([0, 1]),
+        torch.sigmoid(b.float())[None], SIZE**-0.5, state[None], torch.tensor([0, tokens]),
+        output_final_state=True, chunk_indices=torch.tensor([[0, 0]]),
+        chunk_offsets=torch.tensor([0, 1]),
     )  # fmt: skip
     torch.testing.assert_close(got[0], want, rtol=2e-2, atol=2e-3)

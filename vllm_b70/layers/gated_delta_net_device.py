@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
+from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule_fwd
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -29,7 +29,7 @@ from vllm_b70.ops.state_columns import StateRecord, place_states
 if TYPE_CHECKING:
     from vllm_b70.layers.gated_delta_net import RowInvariantGatedDeltaNet
 
-require("gdn_builder", "gdn_capture", "attention_metadata")
+require("gdn_builder", "gdn_capture", "gdn_chunk_forward", "attention_metadata")
 
 
 @dataclass(frozen=True)
@@ -283,18 +283,18 @@ def run_prompts(
     resumed = (sequences.resumed > 0)[:, None, None, None]
     initial = torch.where(resumed, state[sequences.slots], 0.0)
     together = isinstance(call.rows, slice)
-    result, final = chunk_gated_delta_rule(
+    _, result, _, final, *_ = chunk_gated_delta_rule_fwd(
         q=q[None],
         k=k[None],
         v=v[None],
         g=decay[None],
         beta=beta[None],
+        scale=layer.head_k_dim**-0.5,
         initial_state=initial,
         output_final_state=True,
         cu_seqlens=sequences.starts,
         chunk_indices=sequences.chunks,
         chunk_offsets=call.offsets,
-        use_qk_l2norm_in_kernel=False,
         core_attn_out=out[call.rows].view(-1) if together else None,
     )
     if not together:
