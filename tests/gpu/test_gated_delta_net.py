@@ -374,6 +374,30 @@ def test_a_captured_graph_with_padded_requests(width):
     assert engine.layer.kv_cache[1][21:].isnan().all(), "slots of nobody"
 
 
+def test_a_piecewise_graph_is_refused(monkeypatch):
+    context = types.SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    x = torch.zeros(1, 8, device="cuda")
+    gdn.gated_delta_net(x, x, x, x, "layer")
+    with pytest.raises(RuntimeError, match="FULL_DECODE_ONLY"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            gdn.gated_delta_net(x, x, x, x, "layer")
+
+
+def test_the_op_is_there_for_the_device(monkeypatch):
+    engine = Engine(depth=0, slots=2, requests=1)
+    request = Request(engine, 15, 65, 65, [1])
+    plan = engine.builder.build(0, engine.metadata([(request, 65)]))
+    context = types.SimpleNamespace(
+        attn_metadata={"layer": plan}, no_compile_layers={"layer": engine.layer}
+    )
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    out = torch.zeros(65, 32, SIZE, dtype=DTYPE, device="cuda")
+    mixed, b, a = engine.split(request.qkvz, request.ba)
+    torch.ops.vllm_b70.gated_delta_net(mixed, b, a, out, "layer")
+    assert differing(out, alone(15, 65, 65)[0]) == 0
+
+
 def digest():
     """One hash over many results, for comparing processes."""
     found = hashlib.sha256()

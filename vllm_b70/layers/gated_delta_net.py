@@ -314,10 +314,16 @@ def gated_delta_net(
         layer_name: The layer's name in vLLM's forward context.
     """
     context = get_forward_context()
-    if context.attn_metadata is None:
+    # While it profiles, vLLM has no metadata at all, or none for layers with a recurrent state.
+    plan = (context.attn_metadata or {}).get(layer_name)
+    if plan is None:
+        if mixed_qkv.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a piecewise CUDA graph would hold the gated delta net without its metadata: "
+                "set cudagraph_mode to FULL_DECODE_ONLY."
+            )
         return
     layer = context.no_compile_layers[layer_name]
-    plan = context.attn_metadata[layer_name]
     if not isinstance(plan, StepPlan):
         from vllm_b70.layers.gated_delta_net_device import run_step
 
