@@ -66,7 +66,7 @@ def register() -> None:
     from vllm_b70 import layers
     from vllm_b70.compat import mtp_head, seams
 
-    seams.require(*seams.SEAMS)
+    seams.require(*(name for name, seam in seams.SEAMS.items() if not seam.worker))
     mtp_head.apply()
     layers.register(settings)
     _registered = True

@@ -191,6 +191,15 @@ def test_off_grid_chunks_would_differ_and_are_refused(layout):
     assert not torch.equal(got, alone(70, 200, 201, layout)[100:200])
 
 
+@pytest.mark.parametrize("metadata", [None, {}, {"attention": object()}])
+def test_a_profile_run_without_metadata_leaves_the_output(metadata, monkeypatch):
+    context = types.SimpleNamespace(attn_metadata=metadata)
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    out = torch.full((2, HV, SIZE), 3.0)
+    gdn.gated_delta_net(torch.zeros(2, 8), torch.zeros(2, HV), torch.zeros(2, HV), out, "layer")
+    assert (out == 3).all()
+
+
 def test_history_sources():
     plan = gdn.StepPlan(
         rows=np.arange(3),

@@ -21,12 +21,15 @@ class Seam:
         name: Dotted name inside the module.
         uses: Parameters of the callable, or fields of the dataclass, that our code depends on.
         why: What hooks in here.
+        worker: It is checked in workers on a GPU only, because it imports what other processes do
+            without.
     """
 
     module: str
     name: str
     uses: tuple[str, ...]
     why: str
+    worker: bool = False
 
 
 SEAMS: dict[str, Seam] = {
@@ -147,6 +150,78 @@ SEAMS: dict[str, Seam] = {
         ("self", "hidden_states"),
         "layers.gated_delta_net replaces the core of the layer",
     ),
+    "gdn_forward_cuda": Seam(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention.forward_cuda",
+        ("self", "hidden_states"),
+        "layers.gated_delta_net replaces the core of the layer",
+    ),
+    "gdn_forward_xpu": Seam(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention.forward_xpu",
+        ("self", "hidden_states"),
+        "layers.gated_delta_net replaces the core of the layer",
+    ),
+    "gdn_capture": Seam(
+        "vllm.v1.attention.backends.gdn_attn",
+        "GDNAttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("self", "common_attn_metadata"),
+        "layers.gated_delta_net_device builds the metadata of captured graphs",
+    ),
+    "gdn_chunk_forward": Seam(
+        "vllm.third_party.flash_linear_attention.ops.chunk",
+        "chunk_gated_delta_rule_fwd",
+        (
+            "q",
+            "k",
+            "v",
+            "g",
+            "beta",
+            "scale",
+            "initial_state",
+            "output_final_state",
+            "cu_seqlens",
+            "chunk_indices",
+            "chunk_offsets",
+            "core_attn_out",
+        ),
+        "layers.gated_delta_net_device computes prompts with it",
+        worker=True,
+    ),
+    "runner_batch": Seam(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.gather_batch_req_state",
+        ("self", "scheduler_output", "dummy_run"),
+        "compat.prompt_rows tells prompt chunks by position",
+        worker=True,
+    ),
+    "runner_batch_state": Seam(
+        "vllm.v1.worker.gpu.model_runner",
+        "BatchReqState",
+        (
+            "req_ids",
+            "num_scheduled_tokens",
+            "num_tokens",
+            "num_draft_tokens_np",
+            "idx_mapping_np",
+            "prefill_len_np",
+            "num_computed_prefill_tokens_np",
+            "is_prefilling_np",
+            "max_seq_len_np",
+            "has_prefill",
+            "prefill_runs_as_decode_np",
+            "decode_graph_eligible",
+        ),
+        "compat.prompt_rows tells prompt chunks by position",
+        worker=True,
+    ),
+    "runner_prompt_length": Seam(
+        "vllm.v1.worker.gpu.states",
+        "RequestState.add_request",
+        ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens"),
+        "compat.prompt_rows reads prompt lengths",
+        worker=True,
+    ),
     "gdn_builder": Seam(
         "vllm.v1.attention.backends.gdn_attn",
         "GDNAttentionMetadataBuilder.build",
@@ -211,6 +286,7 @@ SEAMS: dict[str, Seam] = {
             "causal",
             "mm_req_doc_ranges",
             "is_prefilling",
+            "seq_lens_cpu_upper_bound",
         ),
         "all metadata builders read these fields",
     ),

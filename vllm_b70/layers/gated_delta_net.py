@@ -1,9 +1,10 @@
 """Qwen's gated delta net by one rule: the position of a token picks its arithmetic.
 
-A token inside the prompt is computed by vLLM's chunked kernel, one prompt chunk a call, on the
-chunk grid. Any other token is computed by the recurrent kernel, one token at a time, however many
-share a step: decode, verification of drafts and replay after preemption are the same call.
-Both get their inputs from one convolution.
+A token inside the prompt is computed by vLLM's chunked kernel, on the chunk grid. Any other token
+is computed by the recurrent kernel, one token at a time, however many share a step: decode,
+verification of drafts and replay after preemption are the same call. Both get their inputs from one
+convolution. This file has the layer, and its step on the CPU, where each prompt chunk is a call of
+its own; ``gated_delta_net_device`` has the step on a GPU.
 
 Official seams: the out-of-tree class of the layer, and the attention backend that it names.
 """
@@ -19,6 +20,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
@@ -31,7 +33,7 @@ from vllm_b70.layers.state_columns import StateColumns
 from vllm_b70.ops import gated_delta_rule as ops
 from vllm_b70.ops import library
 
-require("gdn_forward", "gdn_builder", "attention_metadata")
+require("gdn_forward", "gdn_forward_cuda", "gdn_forward_xpu", "gdn_builder", "attention_metadata")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,11 @@ class PositionalGDNBackend(GDNAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:
-        return PositionalGDNBuilder
+        if current_platform.is_cpu():
+            return PositionalGDNBuilder
+        from vllm_b70.layers.gated_delta_net_device import DeviceGDNBuilder
+
+        return DeviceGDNBuilder
 
 
 class RowInvariantGatedDeltaNet(QwenGatedDeltaNetAttention):
@@ -171,6 +177,16 @@ class RowInvariantGatedDeltaNet(QwenGatedDeltaNetAttention):
         return PositionalGDNBackend
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.forward_native(hidden_states)
+
+    def forward_cuda(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.forward_native(hidden_states)
+
+    def forward_xpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.forward_native(hidden_states)
+
+    def forward_native(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The layer on any device: projections, core, norm and output projection."""
         if self.gqa_interleaved_layout:
             raise NotImplementedError(
                 "the exact route covers Qwen3.5's gated delta net, not the interleaved layout of "
@@ -182,7 +198,8 @@ class RowInvariantGatedDeltaNet(QwenGatedDeltaNetAttention):
             [self.conv_dim // self.tp_size, self.value_dim // self.tp_size], dim=-1
         )
         z = z.reshape(z.shape[0], -1, self.head_v_dim)
-        b, a = ba.chunk(2, dim=-1)
+        b, a = self.split_ba(ba)
+        # Zeros: the rows that pad a captured graph are not computed.
         core = torch.zeros(
             (hidden_states.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim),
             dtype=hidden_states.dtype,
@@ -220,6 +237,11 @@ class RowInvariantGatedDeltaNet(QwenGatedDeltaNetAttention):
             conv = conv.transpose(1, 2)
         slots, heads, values, keys = state.shape
         return conv[:, : self.conv_kernel_size - 1], state.view(slots, heads, keys, values)
+
+    def device_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Histories [slots, W - 1 or more, D] and states [slots, HV, V, K] on a GPU."""
+        conv, state = self.kv_cache
+        return conv.transpose(1, 2) if is_conv_state_dim_first() else conv, state
 
 
 def run_prompt(
@@ -287,14 +309,26 @@ def gated_delta_net(
         mixed_qkv: [T, D] projected queries, keys and values, before the convolution.
         b: [T, HV] write-gate inputs.
         a: [T, HV] decay inputs.
-        out: [T, HV, V], filled; untouched while vLLM profiles without metadata.
+        out: [T, HV, V], filled but for rows that pad a captured graph; untouched while vLLM
+            profiles without metadata.
         layer_name: The layer's name in vLLM's forward context.
     """
     context = get_forward_context()
-    if context.attn_metadata is None:
+    # While it profiles, vLLM has no metadata at all, or none for layers with a recurrent state.
+    plan = (context.attn_metadata or {}).get(layer_name)
+    if plan is None:
+        if mixed_qkv.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a piecewise CUDA graph would hold the gated delta net without its metadata: "
+                "set cudagraph_mode to FULL_DECODE_ONLY."
+            )
         return
     layer = context.no_compile_layers[layer_name]
-    plan = context.attn_metadata[layer_name]
+    if not isinstance(plan, StepPlan):
+        from vllm_b70.layers.gated_delta_net_device import run_step
+
+        run_step(layer, plan, mixed_qkv, b, a, out)
+        return
     for chunk in plan.prompts:
         rows = slice(chunk.first, chunk.last)
         out[rows] = run_prompt(layer, chunk, mixed_qkv[rows], b[rows], a[rows])
@@ -313,6 +347,7 @@ library.define(
     "gated_delta_net(Tensor mixed_qkv, Tensor b, Tensor a, Tensor(a!) out, str layer_name) -> ()",
     gated_delta_net,
     _fake,
+    devices=("CPU", "CUDA", "XPU"),
 )
 
 

@@ -1,0 +1,83 @@
+"""Prompt chunks on a GPU, up to the chunked kernel: convolution, norm of q and k, gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_b70.chunk_grid import GRID
+from vllm_b70.ops.recurrent_steps import check_layout
+
+#: Tokens of a program, and its warps. They choose the order in which the norm adds, so they are
+#: constants.
+BLOCK_TOKENS, WARPS = 16, 4
+
+
+@dataclass
+class PromptSequences:
+    """Which rows are prompt chunks, one sequence a request.
+
+    Attributes:
+        sources: [N] int32, the row where each begins.
+        starts: [N + 1] int32, where it begins among all prompt rows; the last is their number.
+        slots: [N] int32 or int64, the slot it works in.
+        resumed: [N] int32, 1, or 0 where the sequence begins here.
+        chunks: [blocks, 2] int32, the sequence and the number of each block of 64 tokens.
+    """
+
+    sources: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+    resumed: torch.Tensor
+    chunks: torch.Tensor
+
+
+def prompt_inputs(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    history: torch.Tensor,
+    state: torch.Tensor,
+    sequences: PromptSequences,
+    tokens: int,
+    key_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the chunked kernel takes, and the history that the chunks leave.
+
+    Args:
+        x, a, b, weight, a_log, dt_bias, history, state, key_heads: As for ``recurrent_steps``;
+            ``history`` is updated, of ``state`` only the shape counts.
+        sequences: The chunks.
+        tokens: Their rows together.
+
+    Returns:
+        Normalised q and k [tokens, HK, K] and v [tokens, HV, V] in the dtype of ``x``; the
+        logarithm of the decay and the write gate, [tokens, HV] fp32.
+
+    Raises:
+        ValueError: A shape, dtype or layout does not fit.
+    """
+    from vllm_b70.kernels import causal_conv1d
+
+    heads, values, keys = state.shape[1:]
+    check_layout(x, a, b, weight, history, state, key_heads)
+    q = torch.empty((tokens, key_heads, keys), dtype=x.dtype, device=x.device)
+    k = torch.empty_like(q)
+    v = torch.empty((tokens, heads, values), dtype=x.dtype, device=x.device)
+    decay = torch.empty((tokens, heads), dtype=torch.float32, device=x.device)
+    beta = torch.empty_like(decay)
+    programs = len(sequences.chunks) * (GRID // BLOCK_TOKENS)
+    causal_conv1d.prompts[(programs, 2 * key_heads + heads)](
+        x, a, b, a_log, dt_bias, weight, history,
+        sequences.sources, sequences.starts, sequences.slots, sequences.resumed, sequences.chunks,
+        q, k, v, decay, beta, history.stride(0) // 8,
+        X_ROW=x.stride(0), A_ROW=a.stride(0), B_ROW=b.stride(0),
+        TOKEN=history.stride(1), CHANNEL=history.stride(2), HK=key_heads, HV=heads, K=keys,
+        V=values, BD=max(keys, values), GRID=GRID, BT=BLOCK_TOKENS,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q, k, v, decay, beta

@@ -1,0 +1,121 @@
+"""Rows past their prompt on a GPU: the convolution, then the gated delta rule, token by token."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_b70.ops import gdn_launches, tiles
+from vllm_b70.ops.gdn_launches import Launch
+
+#: Channels of a program of the convolution, and its warps; free, they cannot change a result.
+CONV_BLOCK, CONV_WARPS = 256, 4
+
+
+def recurrent_steps(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    history: torch.Tensor,
+    state: torch.Tensor,
+    starts: torch.Tensor,
+    read: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    key_heads: int,
+    launch: Launch | None = None,
+) -> None:
+    """Advance every request whose ``read`` is not 0 by its rows.
+
+    Args:
+        x: [T, D] bf16 or fp16, D = 2 * key_heads * K + HV * V; rows may be strided.
+        a: [T, HV] decay inputs; rows may be strided.
+        b: [T, HV] write-gate inputs; rows may be strided.
+        weight: [D, 4], the convolution's.
+        a_log: [HV].
+        dt_bias: [HV].
+        history: [slots, at least 3, D], the dtype of x, any strides; updated.
+        state: [slots, HV, V, K] fp32, contiguous but for the slots; updated.
+        starts: [R + 1] int32, where each request's rows start.
+        read: [R] int32, the slot of the state before a request's first row; 0: leave the request
+            alone; negative: the state is lost, fill its rows of ``out`` with NaN.
+        table: [R, C] int32, slots for the states after each request's last C rows; 0: none.
+        out: [T, HV, V] contiguous, the dtype of x; rows of no advanced request stay as they are.
+        key_heads: HK.
+        launch: Instead of the device family's.
+
+    Raises:
+        ValueError: A shape, dtype or layout does not fit.
+    """
+    from vllm_b70.kernels import causal_conv1d, gated_delta_rule
+
+    heads, values, keys = state.shape[1:]
+    requests, columns = table.shape
+    check_layout(x, a, b, weight, history, state, key_heads)
+    if starts.shape != (requests + 1,) or read.shape != (requests,) or not table.is_contiguous():
+        raise ValueError(
+            f"starts {(*starts.shape,)}, read {(*read.shape,)} and table {(*table.shape,)} "
+            "do not fit"
+        )
+    if out.shape != (x.shape[0], heads, values) or not out.is_contiguous():
+        raise ValueError(f"out must be a contiguous {(x.shape[0], heads, values)}")
+    if requests == 0 or x.shape[0] == 0:
+        return
+    launch = launch or gdn_launches.recurrent(tiles.family(x.device), heads)
+    block = min(launch.block, values)
+    options = {"launch_pdl": True} if launch.overlap else {}
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    causal_conv1d.steps[(requests, -(-x.shape[1] // CONV_BLOCK))](
+        x, weight, history, starts, read, table, convolved, history.stride(0) // 8, columns,
+        D=x.shape[1], X_ROW=x.stride(0), TOKEN=history.stride(1), CHANNEL=history.stride(2),
+        BD=CONV_BLOCK, PDL=launch.overlap,
+        num_warps=CONV_WARPS, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    gated_delta_rule.advance[(values // block, heads, requests)](
+        convolved, a, b, a_log, dt_bias, state, starts, read, table, out,
+        state.stride(0) // 4, columns,
+        X_ROW=x.shape[1], A_ROW=a.stride(0), B_ROW=b.stride(0), HK=key_heads, HV=heads, K=keys,
+        V=values, BV=block, SCALE=keys**-0.5, PDL=launch.overlap,
+        num_warps=launch.warps, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+
+
+def check_layout(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    history: torch.Tensor,
+    state: torch.Tensor,
+    key_heads: int,
+) -> None:
+    """What both kinds of rows ask of their inputs.
+
+    Raises:
+        ValueError: A shape, dtype or layout does not fit.
+    """
+    heads, values, keys = state.shape[1:]
+    channels = 2 * key_heads * keys + heads * values
+    if state.dtype != torch.float32:
+        raise ValueError(f"the recurrent state must be float32, not {state.dtype}")
+    if state.stride()[1:] != (values * keys, keys, 1) or heads % key_heads:
+        raise ValueError(f"state {(*state.shape,)} must be contiguous but for its slots")
+    for name, cache in (("history", history), ("state", state)):
+        if cache.stride(0) * cache.element_size() % 16 or cache.data_ptr() % 16:
+            raise ValueError(f"the {name} of a slot must start at a multiple of 16 bytes")
+    for name, size in (("keys", keys), ("values", values)):
+        if size & (size - 1):
+            raise ValueError(f"a head's {name} must be a power of two, not {size}")
+    if x.dtype not in (torch.bfloat16, torch.float16) or history.dtype != x.dtype:
+        raise ValueError(f"x {x.dtype} and history {history.dtype} must be one 16-bit dtype")
+    if x.shape[1:] != (channels,) or x.stride(1) != 1:
+        raise ValueError(f"x must be [T, {channels}], not {(*x.shape,)}")
+    if weight.shape != (channels, 4) or not weight.is_contiguous():
+        raise ValueError(f"weight must be a contiguous [{channels}, 4], not {(*weight.shape,)}")
+    if history.shape[1] < 3 or history.shape[2] != channels:
+        raise ValueError(f"history must be [slots, 3, {channels}], not {(*history.shape,)}")
+    for name, gate in (("a", a), ("b", b)):
+        if gate.shape != (x.shape[0], heads) or gate.stride(1) != 1:
+            raise ValueError(f"{name} must be {(x.shape[0], heads)}, not {(*gate.shape,)}")
