@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from vllm_b70.settings import SWITCHES, current, is_on
 
-PLATFORM = "vllm_b70.platform.B70CpuPlatform"
+#: Our platform class for each device that vLLM may be built for.
+PLATFORMS = {
+    "cpu": "vllm_b70.platform.B70CpuPlatform",
+    "cuda": "vllm_b70.platform.B70CudaPlatform",
+}
 
 
 class PluginError(RuntimeError):
@@ -38,7 +42,10 @@ def platform() -> str | None:
     from vllm_b70.compat.versions import check_vllm_version
 
     check_vllm_version()
-    return PLATFORM if builtin_platform_plugins["cpu"]() is not None else None
+    for device, name in PLATFORMS.items():
+        if builtin_platform_plugins[device]() is not None:
+            return name
+    return None
 
 
 def register() -> None:
@@ -92,7 +99,7 @@ def _check_platform() -> None:
         return
     raise PluginError(
         f"VLLM_B70=1 but vLLM runs on {type(current_platform).__name__}, not on the plugin's "
-        "platform: this version of vllm_b70 has an exact route for vLLM's CPU build only, and "
+        "platform: this version of vllm_b70 has an exact route for vLLM's CPU and CUDA builds, and "
         "VLLM_TARGET_DEVICE=cpu or a VLLM_PLUGINS list without vllm_b70 keeps the plugin out; "
         "unset those variables, or set VLLM_B70=0 to serve without the guarantee."
     )

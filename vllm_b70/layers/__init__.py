@@ -18,15 +18,19 @@ def register(settings: Settings) -> None:
         PluginError: A seam of the installed vLLM differs from what the layers rely on.
     """
     import torch
+    from vllm.platforms import current_platform
 
     from vllm_b70.layers import gated_delta_net, int4_linear, linear, logits_processor, norm
 
     # vLLM's attention and chunked kernels use the AMX registers where there are any. A process must
     # ask the system for them first; stock vLLM's does through oneDNN, whose linears we replace.
-    if torch.cpu._is_amx_tile_supported():
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     int4_linear.register(settings.linear)
     linear.register()
     logits_processor.register()
-    norm.register()
+    if current_platform.is_cpu():
+        norm.register()
+    else:
+        norm.register_gpu()
     gated_delta_net.register()
