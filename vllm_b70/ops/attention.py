@@ -74,7 +74,7 @@ class Plan:
     merge_warps: int = 2
 
 
-PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(256, 64)}
+PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(512, 32)}
 
 
 def plan(head_size: int, rows: int) -> Plan:
@@ -90,8 +90,8 @@ def plan(head_size: int, rows: int) -> Plan:
     if head_size not in PARTITIONS:
         raise ValueError(f"head size must be one of {sorted(PARTITIONS)}, not {head_size}")
     split = Launch(16 if rows <= 16 else 32, 4, 3)
-    walk = Launch(128, 8, 2)
-    return Plan(PARTITIONS[head_size], split, walk)
+    walk = Launch(128, 8, 3 if head_size == 256 else 2)
+    return Plan(PARTITIONS[head_size], split, walk, programs=4)
 
 
 @functools.cache

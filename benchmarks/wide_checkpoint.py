@@ -1,0 +1,63 @@
+"""A random checkpoint of a real model's widths with few layers, for servers on a GPU.
+
+    python benchmarks/wide_checkpoint.py 9b DIR     # 8 layers, compressed-tensors
+    python benchmarks/wide_checkpoint.py 27b DIR    # 4 layers, GPTQ
+
+The layout and the making are those of the tiny checkpoints; the values are drawn on the device,
+which takes seconds instead of minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from vllm_b70.checkpoints import tiny
+from vllm_b70.checkpoints.tiny import TinyShape
+
+#: Widths of Qwen3.5-9B and of the 27B, with a part of their vocabulary.
+WIDE = {
+    "9b": TinyShape(
+        heads=16, kv_heads=4, linear_key_heads=16, linear_value_heads=32, intermediate=12288,
+        hidden=4096, layers=8, vocab=65536, head_dim=256, linear_head_dim=128, max_positions=40960,
+    ),
+    "27b": TinyShape(
+        heads=24, kv_heads=4, linear_key_heads=16, linear_value_heads=48, intermediate=17408,
+        hidden=5120, layers=4, vocab=65536, head_dim=256, linear_head_dim=128, max_positions=40960,
+    ),
+}  # fmt: skip
+
+
+class DeviceRandom(tiny._Random):
+    """Normal values from the device's generator, one seed a name."""
+
+    def normal(self, name: str, size: tuple[int, ...], std: float) -> torch.Tensor:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        return (torch.randn(*size, device=device, generator=generator) * std).cpu()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=sorted(WIDE))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int)
+    arguments = parser.parse_args()
+    wide = WIDE[arguments.shape]
+    if arguments.layers:
+        wide = TinyShape(**{**vars(wide), "layers": arguments.layers})
+    tiny.SHAPES = {**tiny.SHAPES, arguments.shape: wide}
+    tiny._Random = DeviceRandom
+    layout = "ct" if arguments.shape == "9b" else "gptq"
+    tiny.make_tiny(arguments.directory, format=layout, shape=arguments.shape, group_size=128)
+
+
+if __name__ == "__main__":
+    main()
