@@ -105,7 +105,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
-            gpu_memory_utilization=0.6,
+            kv_cache_memory_bytes=int(arguments.kv_gib * 2**30),
             disable_log_stats=False,
             **options,
         )
@@ -218,6 +218,7 @@ def main() -> None:
     cell.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     cell.add_argument("--max-model-len", type=int, default=2304)
     cell.add_argument("--max-num-seqs", type=int, default=128)
+    cell.add_argument("--kv-gib", type=float, default=8.0, help="GiB of KV cache and state")
     cell.add_argument("--out", type=Path, required=True)
     together = commands.add_parser("collect")
     together.add_argument("cells", type=Path)
