@@ -23,12 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.timing import copies, graph_us, versions
-from vllm_b70.ops import int4_gemm, tiles
+from vllm_b70.ops import hopper, int4_gemm, tiles
 from vllm_b70.ops.int4_words import Int4Words, pack_words
 from vllm_b70.ops.tiles import Tile
 
 SHAPES = [(24576, 4096), (4096, 12288), (10240, 4096), (4096, 4096)]
-ROWS = [1, 4, 16, 32, 64, 128, 256, 1024, 4096]
+ROWS = [1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096]
 GROUP = 128
 
 #: Row counts that a tile is chosen for, and what is tried there: (bn, bm, warps, stages).
@@ -42,10 +42,16 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
           (128, 128, 8, 3), (128, 64, 4, 3)],
     256: [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3),
           (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3)],
+    512: [(64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+          (128, 64, 4, 3)],
     1024: [(64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4),
            (128, 64, 4, 3), (128, 64, 4, 2)],
     4096: [(64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4)],
 }  # fmt: skip
+#: Where there is a Hopper: its kernel's tiles, from how many rows on they are tried. The warps and
+#: stages are those of the walk that serves in its place.
+HOPPER = [Tile("hopper", hopper.BN, bm, 8, 3) for bm in hopper.BM]
+HOPPER_ROWS = 64
 #: K partitions to try, by columns.
 PARTS = {
     4096: [3, 4, 5, 6, 8],
@@ -75,13 +81,15 @@ def run(x: torch.Tensor, w: Int4Words, done: torch.Tensor, parts: int, tile: Til
 
 def fits(tile: Tile, rows: int, columns: int, parts: int) -> bool:
     """Whether a split launch stays inside the workspace."""
-    return tile.kernel == "walk" or parts == 1 or 4 * parts * rows * columns <= int4_gemm.WORKSPACE
+    return tile.kernel != "split" or parts == 1 or 4 * parts * rows * columns <= int4_gemm.WORKSPACE
 
 
 def options(rows: int, columns: int, parts: int) -> list[Tile]:
     """The launches to try."""
     kernels = ["split"] if rows <= 16 else ["walk"] if parts == 1 else ["split", "walk"]
     found = [Tile(k, *c) for k in kernels for c in CANDIDATES[rows]]
+    if rows >= HOPPER_ROWS and hopper.available(torch.device("cuda")):
+        found += HOPPER
     return [t for t in found if fits(t, rows, columns, parts)]
 
 

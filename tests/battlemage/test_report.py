@@ -40,6 +40,19 @@ def test_every_xpu_tile_is_in_it(path):
         assert [t for t in xpu_tiles(op) if t not in compiled] == []
 
 
+def test_kernels_for_cuda_alone_are_out_of_an_xpus_reach():
+    """The declared exceptions exist, are imported by no other kernel, and no tile leads there."""
+    folder = ROOT / "vllm_b70" / "kernels"
+    for name in battlemage.CUDA_ONLY:
+        assert (folder / f"{name}.py").exists()
+        others = [p for p in folder.glob("*.py") if p.stem not in battlemage.CUDA_ONLY]
+        assert [p.name for p in others if name in p.read_text()] == []
+    for path in (ROOT / "vllm_b70" / "ops").glob("*.tiles.json"):
+        for family, shapes in json.loads(path.read_text()).items():
+            kernels = {t["kernel"] for entry in shapes.values() for t in entry.get("tiles", [])}
+            assert "hopper" not in kernels or family == "cuda-sm90", f"{path.name} {family}"
+
+
 def test_nothing_is_wrong_with_any_kernel():
     assert [line for e in REPORT["kernels"] for line in battlemage.complaints(e)] == []
 
@@ -84,7 +97,9 @@ def test_launched_kernels_are_those_that_no_kernel_calls(tmp_path):
         "@triton.jit(do_not_specialize=['M'])\ndef first(): b.other(); helper()\n"
         "def host(): first()\n"
     )
-    (folder / "b.py").write_text("@triton.jit\ndef other(): ...\n@triton.jit\ndef second(): ...\n")
+    (folder / "b.py").write_text("@triton.jit\ndef other(): ...\n@gluon.jit\ndef second(): ...\n")
+    for name in battlemage.CUDA_ONLY:
+        (folder / f"{name}.py").write_text("@gluon.jit\ndef third(): ...\n")
     assert battlemage.entry_kernels(tmp_path) == {"a.first", "b.second"}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_b70.ops import int4_gemm, tiles
+from vllm_b70.ops import hopper, int4_gemm, tiles
 from vllm_b70.ops.int4_gemm import apply, counters, launch
 from vllm_b70.ops.int4_words import pack_words, unpack_words
 from vllm_b70.ops.tiles import Tile
@@ -32,6 +32,11 @@ TILES = [
     Tile("walk", 128, 128, 8, 3),
     Tile("walk", 64, 256, 8, 2),
 ]
+HOPPER = [Tile("hopper", hopper.BN, bm, 8, 3) for bm in hopper.BM]
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or not hopper.available(torch.device("cuda")),
+    reason="no Hopper, or a Triton that was not tried there",
+)
 
 
 class Weight:
@@ -55,10 +60,11 @@ class Weight:
     def __call__(self, x, bias=None):
         return apply(x, self.packed, bias, self.done, 0)
 
-    def tile(self, x, tile, parts, ptx=True):
-        out = torch.empty(x.shape[0], self.columns, dtype=x.dtype, device="cuda")
+    def tile(self, x, tile, parts, ptx=True, bias=None, out=None):
+        if out is None:
+            out = torch.empty(x.shape[0], self.columns, dtype=x.dtype, device="cuda")
         w = self.packed
-        launch(x, w.words, w.scale, w.offset, None, self.done, out, w.group, parts, tile, ptx)
+        launch(x, w.words, w.scale, w.offset, bias, self.done, out, w.group, parts, tile, ptx)
         return out
 
     def dense(self):
@@ -95,15 +101,97 @@ def test_c1_row_counts(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("parts", [1, 3, 8])
 def test_all_tiles_and_both_unpackings(parts, dtype):
+    candidates = TILES + (HOPPER if hopper.available(torch.device("cuda")) else [])
     weight = Weight(4096, 4096, 128, dtype, symmetric=False)
     x = rows(300, 4096, dtype)
     want = weight.tile(x, TILES[-1], parts)
-    for tile in TILES:
+    for tile in candidates:
         for count in (1, 16, 300):
             got = weight.tile(x[:count].contiguous(), tile, parts)
             assert differing(got, want[:count]) == 0, f"{tile} {count}"
     for tile in (TILES[0], TILES[6]):
         assert differing(weight.tile(x, tile, parts, ptx=False), want) == 0, "plain Triton"
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", HOPPER, ids=lambda tile: f"{tile.bm} rows")
+@pytest.mark.parametrize(
+    ("columns", "depth", "parts", "kind"),
+    [
+        (24576, 4096, 2, "fp16"), (4096, 12288, 8, "fp16"), (10240, 4096, 3, "fp16"),
+        (4096, 4096, 4, "fp16"), (34816, 5120, 3, "fp16"), (5120, 17408, 8, "fp16"),
+        # Columns that no tile divides; 4168 is no multiple of 16 either.
+        (4168, 4096, 2, "fp16"), (4168, 4096, 2, "fp16 asymmetric bias"),
+        (4168, 4096, 2, "bf16 asymmetric bias"), (4160, 4096, 3, "bf16 asymmetric bias"),
+        # One part, and as many as there may be.
+        (4096, 4096, 1, "bf16"), (70, 2048, 8, "fp16 asymmetric"),
+    ],
+)  # fmt: skip
+def test_the_hopper_kernel_is_the_walk(columns, depth, parts, kind, tile):
+    """Launched again and again, because a race need not show at once; between rows that are NaN,
+    into an output amid marked rows."""
+    dtype = torch.float16 if "fp16" in kind else torch.bfloat16
+    weight = Weight(columns, depth, 128, dtype, symmetric="asymmetric" not in kind)
+    bias = weight.bias if "bias" in kind else None
+    full = rows(2048, depth, dtype)
+    want = weight.tile(full, TILES[4], parts, bias=bias).view(torch.int16)
+    around = torch.empty(128 + 2048 + 128, depth, dtype=dtype, device="cuda")
+    result = torch.empty(128 + 2048 + 128, columns, dtype=torch.int16, device="cuda")
+    mark = 0x7ABC  # in fp16 a NaN that no arithmetic makes, in bf16 larger than any sum here
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for count in (1, 63, 64, 65, 127, 128, 129, 200, 256, 300, 1000, 1024, 2048):
+        around.fill_(float("nan"))
+        x, inside = around[128 : 128 + count], result[128 : 128 + count]
+        x.copy_(full[:count])
+        for _ in range(4):
+            result.fill_(mark)
+            weight.tile(x, tile, parts, bias=bias, out=inside.view(dtype))
+            wrong[0] += (inside != want[:count]).sum()
+            wrong[1] += (result != mark).sum() - (inside != mark).sum()
+        assert wrong.tolist() == [0, 0], f"{count} rows: elements that differ, written outside"
+    assert not weight.done.any()
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", HOPPER, ids=lambda tile: f"{tile.bm} rows")
+def test_the_hopper_kernel_many_times(tile):
+    """More tiles than multiprocessors and an odd number of groups a part: slots of the ring and
+    phases of its barriers are used in all combinations."""
+    weight = Weight(10240, 4096 - 128, 128, torch.float16)
+    x = rows(1000, weight.depth, torch.float16)
+    want = weight.tile(x, TILES[4], 3)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        different += (weight.tile(x, tile, 3).view(torch.int16) != want.view(torch.int16)).sum()
+    assert int(different) == 0
+
+
+@on_hopper
+def test_what_the_hopper_kernel_cannot_read_is_walked():
+    """A row that begins off a 16-byte border, where TMA does not go: the same bits."""
+    weight = Weight(4096, 4096, 128, torch.float16)
+    x = rows(300, 4096, torch.float16)
+    plan = tiles.plan(int4_gemm.OP, "cuda-sm90", 4096, 4096, 32)
+    assert plan.tile(300).kernel == "hopper"
+    shifted = torch.empty(300 * 4096 + 1, dtype=torch.float16, device="cuda")[1:].view(300, 4096)
+    shifted.copy_(x)
+    assert differing(weight(shifted), weight(x)) == 0
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", HOPPER, ids=lambda tile: f"{tile.bm} rows")
+def test_the_hopper_kernel_in_a_graph(tile):
+    weight = Weight(4096, 4096, 128, torch.float16)
+    static = rows(200, 4096, torch.float16)
+    weight.tile(static, tile, 4)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = weight.tile(static, tile, 4)
+    for seed in (1, 2, 1):
+        fresh = rows(200, 4096, torch.float16, seed)
+        static.copy_(fresh)
+        graph.replay()
+        assert differing(out, weight.tile(fresh, TILES[4], 4)) == 0
 
 
 def test_sixteen_thousand_rows():
@@ -128,7 +216,7 @@ def test_permutation_padding_and_poisoned_neighbours():
 
 def test_stale_workspace_two_runs_and_capture():
     weight = Weight(4096, 12288, 128, torch.float16)
-    for count in (1, 8, 48, 600):
+    for count in (1, 8, 48, 200, 600):
         x = rows(count, 12288, torch.float16)
         want = weight(x)
         # What the allocator hands out next as workspace holds NaN.

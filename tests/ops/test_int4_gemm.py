@@ -1,9 +1,12 @@
 """The GPU op's checks and its table, on a machine without a GPU."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from vllm_b70.ops import int4_gemm, tiles
+from vllm_b70.ops import hopper, int4_gemm, tiles
 from vllm_b70.ops.int4_words import pack_words
 
 
@@ -55,7 +58,7 @@ def test_every_device_and_shape_has_a_plan(family, shape):
     assert bounds == sorted(bounds)
     for rows in (1, 16, 17, 300, 16384):
         tile = plan.tile(rows)
-        assert tile.kernel in ("split", "walk")
+        assert tile.kernel in ("split", "walk") or family == "cuda-sm90"
         # An XPU's matrix unit takes the rows as its left operand, 8 at a time.
         least, columns = (8, (256, 512)) if tile.left else (16, (64, 128))
         assert tile.left == (family == "xpu") and tile.bm >= least and tile.bn in columns
@@ -82,3 +85,114 @@ def test_the_counters_cover_every_split_that_fits_the_workspace(columns):
         for bn, bm in ((64, 8), (64, 16), (128, 16)):
             needed = -(-columns // bn) * -(-rows // bm)
             assert needed <= int4_gemm.counters(columns)
+
+
+HOPPER = tiles.Tile("hopper", 128, 128, 8, 3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A machine that could run the Hopper kernel, as far as the choice of a tile asks."""
+    monkeypatch.setattr(tiles, "family", lambda device: "cuda-sm90")
+    monkeypatch.setattr(hopper, "compiles", lambda: True)
+
+
+def hopper_call(**change):
+    given = {
+        "tile": HOPPER,
+        "x": torch.zeros(300, 512, dtype=torch.float16),
+        "words": torch.zeros(4, 64, 16, dtype=torch.int32),
+        "columns": 64,
+        "group": 128,
+        "parts": 2,
+    }
+    return given | change
+
+
+def test_a_hopper_tile_is_taken_on_a_hopper(on_hopper):
+    assert int4_gemm.choose(**hopper_call()) == HOPPER
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group": 64, "words": torch.zeros(8, 64, 8, dtype=torch.int32)},
+        {"x": torch.zeros(300, 500, dtype=torch.float16)},
+        {"parts": 3},
+        {"x": torch.zeros(300 * 512 + 1, dtype=torch.float16)[1:].view(300, 512)},
+        {"words": torch.zeros(4 * 64 * 16 + 1, dtype=torch.int32)[1:].view(4, 64, 16)},
+    ],
+    ids=["group", "cut off", "one group a part", "x off a border", "words off a border"],
+)
+def test_what_the_hopper_kernel_cannot_serve_is_walked(on_hopper, change):
+    tile = int4_gemm.choose(**hopper_call(**change))
+    assert tile == tiles.replace(HOPPER, kernel="walk")
+
+
+@pytest.mark.parametrize("family", ["cuda-sm80", "cuda-sm100", "cuda-sm120", "xpu", "cpu"])
+def test_other_devices_walk(on_hopper, monkeypatch, family):
+    monkeypatch.setattr(tiles, "family", lambda device: family)
+    assert int4_gemm.choose(**hopper_call()).kernel == "walk"
+
+
+def test_a_triton_that_was_not_tried_walks(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(tiles, "family", lambda device: "cuda-sm90")
+    for version, kernel in (("3.6.0", "hopper"), ("3.5.1", "walk"), ("4.0.0+git1", "walk")):
+        monkeypatch.setattr(triton, "__version__", version)
+        hopper.compiles.cache_clear()
+        assert int4_gemm.choose(**hopper_call()).kernel == kernel
+    hopper.compiles.cache_clear()
+
+
+def test_a_hopper_tile_named_outright_is_refused_elsewhere(on_hopper, monkeypatch):
+    given = arguments()
+    out = torch.empty(2, 64, dtype=torch.float16)
+
+    def launch(tile, group=128):
+        int4_gemm.launch(
+            given["x"], given["words"], given["scale"], None, None, given["done"], out, group, 1,
+            tile, ptx=True,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="no tile of 256 columns"):
+        launch(tiles.replace(HOPPER, bn=256))
+    with pytest.raises(ValueError, match="no groups of 64"):
+        launch(HOPPER, group=64)
+    monkeypatch.setattr(tiles, "family", lambda device: "xpu")
+    with pytest.raises(ValueError, match="cannot serve"):
+        launch(HOPPER)
+
+
+def test_split_parts_beyond_the_workspace_are_walked():
+    split = tiles.Tile("split", 64, 64, 4, 3)
+    fits = int4_gemm.WORKSPACE // (4 * 2 * 64)
+    for rows, kernel in ((fits, "split"), (fits + 1, "walk")):
+        x = torch.empty(rows, 1, dtype=torch.float16)
+        assert int4_gemm.choose(**hopper_call(tile=split, x=x)).kernel == kernel
+
+
+def test_the_hopper_tiles_of_the_table():
+    for name in tiles._table("int4_linear")["cuda-sm90"]:
+        columns, depth = map(int, name.split("x"))
+        plan = tiles.plan("int4_linear", "cuda-sm90", columns, depth, depth // 128)
+        chosen = [(bound, t) for bound, t in plan.tiles if t.kernel == "hopper"]
+        assert chosen and plan.parts * 2 <= depth // 128
+        for bound, tile in chosen:
+            assert (tile.bn, tile.bm in hopper.BM, bound > 64) == (hopper.BN, True, True)
+            # What walks in its place: a tile of Triton's as the benchmark tries it.
+            assert (tile.warps, tile.stages) == (8, 3)
+
+
+def test_the_hopper_kernel_fits_shared_memory():
+    for bm in hopper.BM:
+        assert hopper.stages(bm) >= 4
+        used = hopper.BN * bm * 4 + hopper.stages(bm) * bm * hopper.GROUP * 2
+        assert used <= hopper.SHARED
+
+
+def test_the_hopper_kernel_is_imported_by_no_one_else():
+    """The package imports, and serves, where there is no Gluon."""
+    code = "import sys, vllm_b70.ops.int4_gemm, vllm_b70.kernels.int4_linear; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "vllm_b70.kernels.int4_linear_hopper" not in done.stdout.split()

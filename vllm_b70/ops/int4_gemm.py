@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_b70.ops import blocks, library, tiles
+from vllm_b70.ops import blocks, hopper, library, tiles
 from vllm_b70.ops.int4_words import Int4Words
 
 OP = "int4_linear"
@@ -38,7 +38,7 @@ def launch(
     tile: tiles.Tile,
     ptx: bool,
 ) -> None:
-    """Run one tile choice; what ``int4_gemm`` does after choosing, and what the benchmark times.
+    """Run one tile; what ``int4_gemm`` does after choosing, and what the benchmark times.
 
     Args:
         x: [M, K], contiguous.
@@ -49,7 +49,14 @@ def launch(
         parts: The K partition.
         tile: The launch.
         ptx: Use the packed PTX instructions instead of plain Triton; the same values.
+
+    Raises:
+        ValueError: The tile is for Hopper and cannot serve this call; ``choose`` names no such one.
     """
+    if tile.kernel == "hopper":
+        if group != hopper.GROUP:
+            raise ValueError(f"the Hopper kernel has no groups of {group}")
+        return hopper.launch(x, words, scale, offset, bias, out, parts, tile)
     from vllm_b70.kernels import int4_linear as kernels
 
     rows, depth = x.shape
@@ -92,6 +99,27 @@ def launch(
         )  # fmt: skip
 
 
+def choose(
+    tile: tiles.Tile, x: torch.Tensor, words: torch.Tensor, columns: int, group: int, parts: int
+) -> tiles.Tile:
+    """The table's tile, or where it cannot serve this call a walk of its size: the same bits.
+
+    Args:
+        tile: From the table.
+        x: [M, K], contiguous.
+        words, group: As in ``Int4Words``.
+        columns: N.
+        parts: The K partition.
+    """
+    if tile.kernel == "split":
+        serves = parts == 1 or 4 * parts * x.shape[0] * columns <= WORKSPACE
+    elif tile.kernel == "hopper":
+        serves = hopper.fits(x, words, group, parts)
+    else:
+        serves = True
+    return tile if serves else tiles.replace(tile, kernel="walk")
+
+
 def int4_gemm(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -127,11 +155,10 @@ def int4_gemm(
         return out
     plan = tiles.plan(OP, tiles.family(x.device), columns, depth, words.shape[0])
     parts = parts or plan.parts
-    tile = plan.tile(rows)
-    if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
-        tile = tiles.replace(tile, kernel="walk")
+    x = x.contiguous()
+    tile = choose(plan.tile(rows), x, words, columns, group, parts)
     launch(
-        x.contiguous(), words, scale, offset, bias, done, out, group, parts, tile,
+        x, words, scale, offset, bias, done, out, group, parts, tile,
         ptx=x.device.type == "cuda",
     )  # fmt: skip
     return out

@@ -22,7 +22,8 @@ class Tile:
     """One way to launch a GEMM.
 
     Attributes:
-        kernel: ``split`` or ``walk``.
+        kernel: ``split``, ``walk``, or ``hopper``: where ``ops.hopper`` cannot serve, a walk of
+            this tile does. It alone has a use for the warps and stages.
         bn: Columns of a tile.
         bm: Rows of a tile.
         warps: Warps of a program.

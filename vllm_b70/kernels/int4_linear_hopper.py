@@ -1,0 +1,336 @@
+"""The W4A16 GEMM for many rows on Hopper, in Gluon: the bits of ``kernels.int4_linear``.
+
+The arithmetic is stated there and is the same: the products of a group 16 at a time in ascending k,
+from zero; times the scale and added, in two roundings; the groups of a part ascending, then the
+parts; the bias; one rounding. The packed words are the same too. Only who does what is different,
+and needs what Triton's language cannot say:
+
+* Three sets of warps. Two *warp groups* share a tile of 128 columns, 64 columns each; a producer
+  fills a ring of x in shared memory by TMA. Nothing but the ring joins them, so that the matrix
+  unit works for one warp group while the other unpacks, multiplies by the scale and adds.
+* One *chain*, eight matrix instructions, makes a group's sum of 64 columns and all BM rows. While
+  it runs, its warp group unpacks the words of the next group and loads those of the one after.
+* The weight goes from global memory to registers in the order in which the matrix unit reads it: a
+  thread loads its own 16 bytes a column and group. x alone passes through shared memory.
+* The sum of the finished parts waits in shared memory: registers hold the part at hand only.
+* Programs are persistent, one a multiprocessor; the first words of a program's next tile are loaded
+  while its last group is multiplied.
+
+Hazards, and what excludes them:
+
+* *The registers of a chain's weight* are read by the matrix unit until the chain is done. The wait
+  for a chain names them (``deps``), so that they stay allocated up to there, and no chain is in
+  flight where a loop closes: that is where the compiler copies loop variables.
+* *A ring slot* is filled again only when its ``empty`` barrier says that both warp groups are done
+  with it; each arrives there when all four of its warps have waited for their chain.
+* *The phases of a barrier* alternate, and a wait names one of the two. Slot s serves the steps s,
+  s + STAGES, ...; at step t it is in use for the (t // STAGES)-th time, so that number's parity is
+  the phase in which it becomes full. The producer waits for the phase before, in which the former
+  content was given back. Neither can be a whole round ahead of the other: each waits for it.
+* *The total*, which also stages the output, is one warp group's own. Between the loads from it and
+  the next stores by other threads lies a barrier: that at the end of each group.
+
+``tests/hopper`` reads the first from the machine code; the others are raced in ``tests/gpu``.
+
+This file is for CUDA alone: ``ops.hopper`` imports it when a launch needs it. Gluon is not run by
+Triton's interpreter as this kernel uses it, so ``tests/kernels`` has no test of it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from vllm_b70.kernels import int4_linear
+
+#: Columns of a tile; a warp group has half of them.
+BN = gl.constexpr(128)
+#: Row tiles that programs side by side go through before the next column tile: what they share of x
+#: and of the weight then comes from the L2.
+BAND = gl.constexpr(16)
+#: Groups by which the producer has words brought to the L2: the warp groups load them less than a
+#: microsecond before their use.
+AHEAD = gl.constexpr(4)
+#: Registers of a thread that multiplies, and of one that produces.
+REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+# Gluon is experimental: these have other names in some of the versions that ``ops.hopper`` lists.
+# A barrier of one set of warps; a copy by TMA; shared memory seen as another type.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None)
+    or gl.shared_memory_descriptor._reinterpret
+)
+#: The same instructions as Triton's kernels, compiled as Gluon.
+_pairs = gluon.jit(int4_linear._pairs_cuda.fn)
+
+
+@gluon.constexpr_function
+def _word_layout():
+    """[64, 16] words: each thread holds four words of each of its two fragment rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 16],
+    )
+
+
+@gluon.constexpr_function
+def _total_layout(bm):
+    """[64, bm] fp32 so that a thread's values are 16-byte pieces, neighbours side by side.
+
+    Follows the registers of the matrix layout: no access has a bank conflict.
+    """
+    rows = [[0, 16 << i] for i in range((bm // 16).bit_length() - 1)]
+    return gl.SharedLinearLayout(
+        [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0]] + rows + [[16, 0], [32, 0]]
+    )
+
+
+@gluon.jit
+def _weight(words, offset, MMA: gl.constexpr, FP16: gl.constexpr):
+    """[64, 16] words as the left operand [64, 128] in ascending k; registers are only renamed."""
+    words, offset = gl.broadcast(words, offset)
+    a0, a1, b0, b1, c0, c1, d0, d1 = _pairs(words, offset, FP16)
+    first = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    second = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    w = gl.join(first, second)  # row, word, low, high, half
+    w = gl.reshape(w, (64, 4, 4, 2, 2, 2))  # row, lane, block, low, high, half
+    w = gl.permute(w, (0, 2, 5, 4, 1, 3))  # row, block, half, high, lane, low
+    w = gl.reshape(w, (64, 128))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _load(words, scale, offset, z, group, end, column, next_column, rows_w, rows_s, NP,
+          ASYMMETRIC: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
+    """A group's words [64, 16], scales [64] and offsets [64, 1], from a column on; from group
+    ``end`` on, those of the next tile's first groups.
+
+    The scalar part of an address is added to the pointer, so that each thread keeps one small
+    offset. Columns past NP repeat the last one; their sums are not stored.
+    """
+    past = group >= end
+    column = gl.where(past, next_column, column)
+    at = gl.where(past, group - end, group) * NP + column
+    if not EVEN_N:
+        rows_w = gl.minimum(rows_w, NP - 1 - column)
+        rows_s = gl.minimum(rows_s, NP - 1 - column)
+    word = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, _word_layout())), 0)
+    w = gl.load(words + at * 16 + (gl.expand_dims(rows_w * 16, 1) + word))
+    if ASYMMETRIC:
+        z = gl.expand_dims(gl.load(offset + at + rows_w), 1)
+    return w, gl.load(scale + at + rows_s), z
+
+
+@gluon.jit
+def _place(tile, row_tiles, column_tiles, BM: gl.constexpr):
+    """First row and first column of a tile."""
+    band = tile // (BAND * column_tiles)
+    height = gl.minimum(row_tiles - band * BAND, BAND)
+    inside = tile - band * BAND * column_tiles
+    return (band * BAND + inside % height) * BM, inside // height * BN
+
+
+@gluon.jit
+def _prefetch(words, group, groups, column, NP):
+    """Have the words of a tile's group brought to the L2; one thread asks for it."""
+    if group < groups:
+        at = (words + (group * NP + column) * 16).to(gl.int64)
+        gl.inline_asm_elementwise(
+            """{
+            .reg .pred one;
+            elect.sync _|one, 0xffffffff;
+            @one cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [at, gl.minimum(BN, NP - column) * 64],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles,
+             BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fill the ring with the groups of x of this program's tiles, as its slots become free."""
+    step = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles, BM)
+        for i in gl.static_range(AHEAD):
+            _prefetch(words, i, groups, column, NP)
+        for group in range(0, groups):
+            _prefetch(words, group + AHEAD, groups, column, NP)
+            slot = step % STAGES
+            # On a new barrier the wait for the phase before the first returns at once.
+            mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(slot), BM * 128 * 2)
+            # Rows past the last are zeros.
+            _copy(x_at, [row, group * 128], full.index(slot), ring.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP, groups,
+             row_tiles, column_tiles, zero, HALF: gl.constexpr, PARTS: gl.constexpr,
+             BM: gl.constexpr, STAGES: gl.constexpr, FP16: gl.constexpr, ASYMMETRIC: gl.constexpr,
+             BIAS: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
+    """Multiply half of the columns of each of this program's tiles, as one warp group."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    WORDS: gl.constexpr = _word_layout()
+    DTYPE: gl.constexpr = x_at.dtype
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
+    rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
+    rows_s = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    middle: gl.constexpr = 0x64086408 if FP16 else 0x43084308
+    z = gl.full((64, 1), middle, gl.int32, WORDS)
+    none = gl.zeros((64, BM), gl.float32, MMA)
+    total = totals.index(HALF)
+    step = 0
+    tiles = row_tiles * column_tiles
+    _, column = _place(gl.program_id(0), row_tiles, column_tiles, BM)
+    column += HALF * 64
+    # The first group's words become the weight; those of the second are on their way.
+    w, s, z = _load(
+        words, scale, offset, z, 0, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
+    )
+    a = _weight(w, z, MMA, FP16)
+    w, s_next, z = _load(
+        words, scale, offset, z, 1, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
+    )
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles, BM)
+        column += HALF * 64
+        after = tile + gl.num_programs(0)
+        # After the last tile its own words are loaded once more, and not used.
+        _, next_column = _place(gl.where(after < tiles, after, tile), row_tiles, column_tiles, BM)
+        next_column += HALF * 64
+        acc = none
+        # zero is 0: it keeps the compiler from a copy of the loop over groups for each part.
+        for part in range(PARTS + zero):
+            for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
+                slot = step % STAGES
+                mbarrier.wait(full.index(slot), step // STAGES & 1)
+                p = warpgroup_mma(
+                    a, ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True
+                )
+                # In other registers than a, which the matrix unit still reads.
+                a_next = _weight(w, z, MMA, FP16)
+                s_this = s
+                s = s_next
+                w, s_next, z = _load(
+                    words, scale, offset, z, group + 2, groups, column, next_column, rows_w,
+                    rows_s, NP, ASYMMETRIC, EVEN_N,
+                )  # fmt: skip
+                p, a, a_next = warpgroup_mma_wait(0, deps=[p, a, a_next])
+                a = a_next
+                # All four warps have waited for all their reads of the slot.
+                _barrier()
+                mbarrier.arrive(empty.index(slot))
+                # Two roundings: launches switch fusion off, so that no kernel makes one of them.
+                acc += p * gl.expand_dims(s_this.to(gl.float32), 1)
+                step += 1
+            # A part's sum always goes through the total, in whole 16-byte pieces: that keeps ptxas
+            # from moving the sums between registers, and spilling, in the loop over groups.
+            y = acc
+            if part > 0:
+                y = total.load(MMA) + y
+            total.store(y)
+            acc = none
+        y = total.load(MMA)
+        if BIAS:
+            b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
+            y += gl.expand_dims(b.to(gl.float32), 1)
+        # Through shared memory, where the total has been, to store 16 bytes along n.
+        stage = _reinterpret(total, DTYPE, [2, 64, BM], STAGED).index(0)
+        _barrier()
+        stage.store(y.to(DTYPE))
+        _barrier()
+        n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        m = row + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
+        to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+        gl.store(
+            out + to, stage.load(STORE),
+            mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+        )  # fmt: skip
+
+
+# The row count must neither be a constant of a kernel nor choose between two compilations of it.
+@gluon.jit(do_not_specialize=["M", "groups", "row_tiles", "column_tiles", "zero"])
+def walk(
+    x_at,
+    words,
+    scale,
+    offset,
+    bias,
+    out,
+    M,
+    N,
+    NP,
+    groups,
+    row_tiles,
+    column_tiles,
+    zero,
+    PARTS: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    FP16: gl.constexpr,
+    ASYMMETRIC: gl.constexpr,
+    BIAS: gl.constexpr,
+    EVEN_N: gl.constexpr,
+):
+    """Each tile by one program, which walks the parts. Grid: one program a multiprocessor, or as
+    many as there are tiles. Four warps are asked for; the others come with ``warp_specialize``.
+
+    Args:
+        x_at: Descriptor of x, [M, K] fp16 or bf16, in blocks [BM, 128]; K is groups * 128.
+        words: [groups, NP, 16] int32; NP is N rounded up to 64.
+        scale: [groups, NP], the dtype of x.
+        offset: [groups, NP] int32, the zero points as ``int4_linear._pairs_cuda`` takes them;
+            unread if not ASYMMETRIC.
+        bias: [N], unread if not BIAS.
+        out: [M, N], the dtype of x.
+        groups: At least 2 * PARTS: words are loaded two groups ahead.
+        row_tiles: M / BM, rounded up.
+        column_tiles: N / BN, rounded up.
+        zero: 0.
+        BM: Rows of a tile, 64 or 128.
+        STAGES: Groups of x in the ring.
+        EVEN_N: NP is a multiple of BN.
+    """
+    ring = gl.allocate_shared_memory(x_at.dtype, [STAGES, BM, 128], x_at.layout)
+    totals = gl.allocate_shared_memory(gl.float32, [2, 64, BM], _total_layout(BM))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    # The TMA unit, and the other warps, see initialised barriers.
+    fence_async_shared()
+    _barrier()
+    gl.warp_specialize(
+        [
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
+                        groups, row_tiles, column_tiles, zero, 0, PARTS, BM, STAGES, FP16,
+                        ASYMMETRIC, BIAS, EVEN_N)),
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
+                        groups, row_tiles, column_tiles, zero, 1, PARTS, BM, STAGES, FP16,
+                        ASYMMETRIC, BIAS, EVEN_N)),
+            (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, BM,
+                        STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
