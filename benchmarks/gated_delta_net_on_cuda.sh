@@ -10,7 +10,7 @@ out="$1"
 shift
 stages="${*:-tune compare test}"
 mkdir -p "$out"
-export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 VLLM_LOGGING_LEVEL=ERROR
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 VLLM_LOGGING_LEVEL=ERROR
 python="${PYTHON:-python3}"
 begin=$SECONDS
 note() { echo "== $1 after $((SECONDS - begin)) s"; }
