@@ -1,4 +1,4 @@
-"""The policy for CUDA and XPU over a platform class that does nothing, on a machine without either."""
+"""The policy for CUDA and XPU over a platform class that does nothing."""
 
 import enum
 import types

@@ -85,7 +85,7 @@ def pack_words(
     device = scale.device
     word, bit = _bit_offsets(group, device)
     words = torch.zeros(groups, padded, group // 8, dtype=torch.int32, device=device)
-    # Columns at a time, so that what is unpacked (three int32 a value) stays small beside the words.
+    # Columns at a time: what is unpacked, three int32 a value, stays small beside the words.
     piece = max(COLUMNS, words.nbytes // PIECES // (3 * 4 * group))
     for first in range(0, depth, group):
         part = values(first, min(first + group, depth))
