@@ -199,8 +199,19 @@ def _row(rows: int, tile: Tile) -> dict[str, Any]:
 Peer = Callable[[torch.Tensor], torch.Tensor]
 
 
-def vllm_peers(n: int, k: int, dtype: torch.dtype, number: int) -> dict[str, list[Peer]]:
-    """vLLM's own mixed-precision kernels, each on ``number`` random weights."""
+VLLM_PEERS = {
+    "marlin": "MarlinLinearKernel",
+    "machete": "MacheteLinearKernel",
+    "conch": "ConchLinearKernel",
+    "vllm_triton_w4a16": "TritonW4A16LinearKernel",
+    "humming": "HummingLinearKernel",
+}
+
+
+def vllm_peers(
+    n: int, k: int, dtype: torch.dtype, number: int, names: list[str]
+) -> dict[str, list[Peer]]:
+    """Some of ``VLLM_PEERS``, vLLM's own mixed-precision kernels, on ``number`` random weights."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor import parameter
     from vllm.model_executor.kernels.linear import mixed_precision as mp
@@ -209,15 +220,9 @@ def vllm_peers(n: int, k: int, dtype: torch.dtype, number: int) -> dict[str, lis
     parameter.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[assignment]
     parameter.get_tensor_model_parallel_world_size = lambda: 1  # type: ignore[assignment]
     config = mp.MPLinearLayerConfig((k, n), (k, n), scalar_types.uint4b8, dtype, GROUP, False)
-    names = {
-        "marlin": "MarlinLinearKernel",
-        "machete": "MacheteLinearKernel",
-        "conch": "ConchLinearKernel",
-        "vllm_triton_w4a16": "TritonW4A16LinearKernel",
-        "humming": "HummingLinearKernel",
-    }
     peers: dict[str, list[Peer]] = {}
-    for name, class_name in names.items():
+    for name in names:
+        class_name = VLLM_PEERS[name]
         try:
             kernel_class = getattr(mp, class_name, None)
             if kernel_class is None:
@@ -285,7 +290,11 @@ def torch_peers(n: int, k: int, dtype: torch.dtype, number: int) -> dict[str, li
 
 
 def compare(
-    shapes: list[tuple[int, int]], dtypes: list[torch.dtype], until: float, save: Any
+    shapes: list[tuple[int, int]],
+    dtypes: list[torch.dtype],
+    names: list[str],
+    until: float,
+    save: Any,
 ) -> None:
     """Time ours and every peer; ``save`` is called with the rows after each shape."""
     rows_out: list[dict[str, Any]] = []
@@ -297,7 +306,7 @@ def compare(
             number = copies(n * k // 2)
             weights = [weight(n, k, dtype, i) for i in range(number)]
             done = torch.zeros(int4_gemm.counters(n), dtype=torch.int32, device="cuda")
-            peers = vllm_peers(n, k, dtype, number) | torch_peers(n, k, dtype, number)
+            peers = vllm_peers(n, k, dtype, number, names) | torch_peers(n, k, dtype, number)
             for rows in ROWS:
                 x = torch.randn(rows, k, device="cuda", dtype=dtype)
                 ours = graph_us([lambda w=w: int4_gemm.apply(x, w, None, done, 0) for w in weights])
@@ -340,6 +349,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", help="for example 24576x4096,4096x4096; default: all mandatory")
     parser.add_argument("--dtypes", default="float16,bfloat16")
+    parser.add_argument("--peers", default=",".join(VLLM_PEERS), help="compare: of vLLM's kernels")
     parser.add_argument("--tiles", type=Path, help="compare: a table from tune, not the package's")
     parser.add_argument("--seconds", type=float, default=480.0, help="stop starting new work then")
     arguments = parser.parse_args()
@@ -365,7 +375,7 @@ def main() -> None:
     }
     dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
     compare(
-        shapes, dtypes, until,
+        shapes, dtypes, arguments.peers.split(","), until,
         lambda rows: arguments.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n"),
     )  # fmt: skip
 

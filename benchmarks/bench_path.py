@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import copies, graph_us, versions
+from benchmarks.timing import copies, copy_gb_per_s, graph_us, versions
 from vllm_b70.ops import attention, norm
 from vllm_b70.ops.attention import Launch, Partition, Plan
 
@@ -234,13 +234,6 @@ def chosen(path: Path | None, size: int) -> Plan:
 def for_width(plan: Plan, rows: int) -> Plan:
     """The plan with wider row tiles where a sequence has more rows, as ``ops.attention`` does."""
     return plan if rows <= 16 else replace(plan, split=attention.plan(256, rows).split)
-
-
-def copy_gb_per_s() -> float:
-    """Bytes read and written by a large copy, in GB/s."""
-    source = torch.empty(2**29, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / graph_us([lambda: target.copy_(source)]) / 1e3
 
 
 def compare_attention(rows: Rows, arguments: argparse.Namespace, until: float) -> None:

@@ -106,6 +106,8 @@ def run_cell(arguments: argparse.Namespace) -> None:
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
             kv_cache_memory_bytes=int(arguments.kv_gib * 2**30),
+            # Checked against what is free at the start; other cells may run beside this one.
+            gpu_memory_utilization=0.2,
             disable_log_stats=False,
             **options,
         )

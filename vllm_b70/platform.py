@@ -240,6 +240,8 @@ class ExactPolicy:
 
     #: Marks the class for ``plugin.register`` and for tests.
     vllm_b70 = True
+    #: What a user of this device has to know before relying on it; logged under the table.
+    caution: str | None = None
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -262,7 +264,7 @@ class ExactPolicy:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        _show(cls.policy(vllm_config))
+        _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
     def check_device_choices(cls, config: VllmConfig) -> None:
@@ -369,6 +371,12 @@ INDUCTOR = {
 class GpuPolicy(ExactPolicy):
     """What the route on CUDA and XPU needs besides."""
 
+    caution = (
+        "the exact route on a GPU is new: its kernels are exact by construction and were compared "
+        "on one H200 only, and nothing certifies them on this device at start yet; compare your "
+        "own server with `vllm-b70 verify`"
+    )
+
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
@@ -462,8 +470,8 @@ def _linears() -> Row:
     return Row("linears", "row-invariant", "one order of addition for every row count")
 
 
-def _show(rows: list[Row]) -> None:
-    """Log the table once, in the process that the user started."""
+def _show(rows: list[Row], caution: str | None) -> None:
+    """Log the table and a caution once, in the process that the user started."""
     global _shown
     if _shown or multiprocessing.parent_process() is not None:
         return
@@ -475,6 +483,8 @@ def _show(rows: list[Row]) -> None:
         "vllm_b70: served but not guaranteed: sampling under speculation, images, LoRA adapters, "
         "prompt_logprobs"
     )
+    if caution is not None:
+        logger.warning("vllm_b70: %s", caution)
 
 
 #: Our platform classes: the mixin, and which of vLLM's resolvers names the class under it.

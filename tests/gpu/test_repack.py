@@ -40,10 +40,10 @@ def test_peak_memory_of_a_repack(layout):
     del scale
     weight = torch.cuda.memory_allocated() - before
     # The last word of the first column and of the last, as the checkpoint has them.
-    words = [layer.q.data[i] for i in ((0, -1), (-1, -1))]
+    words = [layer.q.data[i].item() for i in ((0, -1), (-1, -1))]
     if layout == "gptq":
-        words = [layer.q.data[i] for i in ((-1, 0), (-1, -1))]
-    want = [[int(w) >> 4 * i & 15 for i in range(8)] for w in words]
+        words = [layer.q.data[i].item() for i in ((-1, 0), (-1, -1))]
+    want = [[w >> 4 * i & 15 for i in range(8)] for w in words]
     torch.cuda.reset_peak_memory_stats()
     kind = MPLinearLayerConfig(
         (depth, columns), (depth, columns), scalar_types.uint4b8, torch.float16, group, False

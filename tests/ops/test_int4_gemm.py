@@ -198,3 +198,32 @@ def test_the_hopper_kernel_is_imported_by_no_one_else():
     code = "import sys, vllm_b70.ops.int4_gemm, vllm_b70.kernels.int4_linear; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "vllm_b70.kernels.int4_linear_hopper" not in done.stdout.split()
+
+
+def test_how_the_hopper_kernel_is_launched(on_hopper, monkeypatch):
+    """Every argument in its place, and a persistent grid."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    kernels = pytest.importorskip("vllm_b70.kernels.int4_linear_hopper")
+    names, calls = kernels.walk.arg_names, []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *given, **more: calls.append(
+                (grid, dict(zip(names, given, strict=False)) | more)
+            )
+
+    monkeypatch.setattr(kernels, "walk", Recorder())
+    call = hopper_call()
+    scale = torch.zeros(4, 64, dtype=torch.float16)
+    for rows, programs in ((1, 1), (300, 3), (700, tiles.processors(torch.device("cpu")))):
+        x, out = torch.zeros(rows, 512, dtype=torch.float16), torch.empty(rows, 64).half()
+        int4_gemm.launch(x, call["words"], scale, None, None, scale, out, 128, 2, HOPPER, True)
+        grid, given = calls.pop()
+        assert grid == (programs,)
+        assert set(given) - {"num_warps", "enable_fp_fusion"} == set(names)
+        assert given["x_at"].base is x and given["x_at"].block_shape == [128, 128]
+        expected = dict(M=rows, N=64, NP=64, groups=4, row_tiles=-(-rows // 128), column_tiles=1,
+                        zero=0, PARTS=2, FP16=True, ASYMMETRIC=False, BIAS=False, EVEN_N=False,
+                        enable_fp_fusion=False)  # fmt: skip
+        assert {name: given[name] for name in expected} == expected
+        assert given["out"] is out and given["scale"] is scale and given["words"] is call["words"]

@@ -13,6 +13,8 @@ import torch
 #: Columns are padded to a multiple of this, so that tiles of the common sizes need no mask.
 COLUMNS = 64
 GROUPS = (32, 64, 128)
+#: What is unpacked at a time takes at most this part of a packed weight's bytes.
+PIECES = 50
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def pack_words(
     group_size: int,
     dtype: torch.dtype,
 ) -> Int4Words:
-    """Pack a weight, a group at a time: no unpacked copy of it ever exists.
+    """Pack a weight, a piece of a group at a time: no unpacked copy of it ever exists.
 
     Args:
         values: Gives the integers 0..15 of k from first to last, [last - first, N], anywhere.
@@ -83,11 +85,17 @@ def pack_words(
     device = scale.device
     word, bit = _bit_offsets(group, device)
     words = torch.zeros(groups, padded, group // 8, dtype=torch.int32, device=device)
+    # Columns at a time: what is unpacked, three int32 a value, stays small beside the words.
+    piece = max(COLUMNS, words.nbytes // PIECES // (3 * 4 * group))
     for first in range(0, depth, group):
-        part = values(first, min(first + group, depth)).to(device, torch.int32)
-        shifted = part << bit[: part.shape[0], None].int()
-        # Distinct bits: adding them up is joining them.
-        words[first // group, :columns].index_add_(1, word[: part.shape[0]], shifted.t())
+        part = values(first, min(first + group, depth))
+        where, shift = word[: part.shape[0]], bit[: part.shape[0], None].int()
+        for column in range(0, columns, piece):
+            shifted = part[:, column : column + piece].to(device).to(torch.int32) << shift
+            # Distinct bits: adding them up is joining them.
+            words[first // group, column : min(column + piece, columns)].index_add_(
+                1, where, shifted.t()
+            )
     one = 0x6400 if dtype == torch.float16 else 0x4300
     offset = None
     if zero is not None:

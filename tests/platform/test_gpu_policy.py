@@ -1,0 +1,129 @@
+"""The policy for CUDA and XPU over a platform class that does nothing."""
+
+import enum
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.config import CompilationConfig, CUDAGraphMode
+
+from vllm_b70 import platform, plugin
+
+
+class Bare:
+    """Stands where vLLM's platform class stands."""
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config):
+        vllm_config.seen = True
+
+
+class Policy(platform.GpuPolicy, Bare):
+    pass
+
+
+class Backend(enum.Enum):
+    TRITON_ATTN = 1
+    FLASH_ATTN = 2
+
+
+def config(**change):
+    given = {
+        "compilation_config": CompilationConfig(),
+        "model_config": types.SimpleNamespace(dtype=torch.float16),
+        "use_v2_model_runner": True,
+    }
+    return types.SimpleNamespace(**given | change)
+
+
+def selector(**change):
+    options = ("use_mla", "use_sparse", "has_sink", "use_mm_prefix", "use_non_causal")
+    return types.SimpleNamespace(**dict.fromkeys(options, False) | change)
+
+
+def test_what_is_set_for_a_user_who_chose_nothing():
+    c = config()
+    Policy.apply_config_platform_defaults(c)
+    compilation = c.compilation_config
+    assert c.seen and compilation.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+    assert compilation.splitting_ops == []
+    inductor = compilation.inductor_compile_config
+    assert inductor["deterministic"] is True
+    for name in ("split_reductions", "combo_kernels", "benchmark_combo_kernel", "benchmark_fusion"):
+        assert inductor[name] is False, name
+    Policy.check_device_choices(c)
+
+
+def test_every_inductor_option_exists():
+    """An unknown one would stop the server, a misspelt one would do nothing."""
+    import torch._inductor.config as inductor
+
+    for name in platform.INDUCTOR:
+        assert hasattr(inductor, name), name
+
+
+def test_the_users_graph_mode_is_kept_if_it_is_exact():
+    c = config(compilation_config=CompilationConfig(cudagraph_mode="NONE"))
+    Policy.apply_config_platform_defaults(c)
+    assert c.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    Policy.check_device_choices(c)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"use_v2_model_runner": False}, "the V1 model runner"),
+        ({"model_config": types.SimpleNamespace(dtype=torch.float32)}, "--dtype float32"),
+        ({"compilation_config": CompilationConfig(cudagraph_mode="FULL")}, "cudagraph_mode FULL"),
+        (
+            {"compilation_config": CompilationConfig(cudagraph_mode="PIECEWISE")},
+            "cudagraph_mode PIECEWISE",
+        ),
+        ({"compilation_config": CompilationConfig(splitting_ops=["a::b"])}, "splitting_ops"),
+        ({"compilation_config": CompilationConfig(compile_sizes=[8])}, "compile_sizes [8]"),
+    ],
+)
+def test_what_is_refused_by_name(change, sentence):
+    with pytest.raises(platform.PolicyError) as refused:
+        Policy.check_device_choices(config(**change))
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("chosen", [None, Backend.TRITON_ATTN])
+def test_attention_is_ours_whatever_else_is_installed(chosen):
+    name = Policy.get_attn_backend_cls(chosen, selector())
+    module, _, attribute = name.rpartition(".")
+    assert module == "vllm_b70.layers.attention"
+    assert attribute == "RowInvariantAttentionBackend"
+
+
+def test_another_attention_backend_is_refused_by_name():
+    with pytest.raises(platform.PolicyError, match="--attention-backend FLASH_ATTN"):
+        Policy.get_attn_backend_cls(Backend.FLASH_ATTN, selector())
+    with pytest.raises(platform.PolicyError, match="use_mla"):
+        Policy.get_attn_backend_cls(None, attn_selector_config=selector(use_mla=True))
+
+
+def test_the_table_says_how_decodes_are_captured():
+    c = config(compilation_config=CompilationConfig(cudagraph_capture_sizes=[1, 2, 320]))
+    Policy.apply_config_platform_defaults(c)
+    rows = {row.setting: row.value for row in Policy.device_policy(c)}
+    assert rows["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert rows["capture sizes"] == "3 to 320 rows" and rows["model runner"] == "V2"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "name"),
+    [("cpu", "B70CpuPlatform"), ("cuda", "B70CudaPlatform"), ("xpu", None), ("rocm", None)],
+)
+def test_the_platform_class_follows_the_device(built_for, name, monkeypatch):
+    import vllm.platforms as vllm_platforms
+
+    resolvers = {device: lambda: None for device in ("tpu", "cuda", "rocm", "xpu", "cpu")}
+    resolvers[built_for] = lambda: "some.Platform"
+    monkeypatch.setattr(vllm_platforms, "builtin_platform_plugins", resolvers)
+    monkeypatch.setenv("VLLM_B70", "1")
+    expected = None if name is None else f"vllm_b70.platform.{name}"
+    assert plugin.platform() == expected

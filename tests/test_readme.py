@@ -1,0 +1,80 @@
+"""The README's figures are those of the results that are kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+FOUR = {(24576, 4096), (4096, 12288), (10240, 4096), (4096, 4096)}
+INT4_ROWS = [(1, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (1024, 4096)]
+LINEAR_ROWS = [*INT4_ROWS[:5], (512, 4096)]
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def span(values):
+    values = list(values)
+    return f"{min(values):.2f}-{max(values):.2f}"
+
+
+def line(start):
+    found = [row for row in README.splitlines() if row.startswith(start)]
+    assert len(found) == 1, start
+    return [cell.strip() for cell in found[0].strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize("peer", ["marlin", "machete"])
+def test_int4_ratios(peer):
+    rows = [
+        r
+        for r in results("gemm-h200.json")["rows"]
+        if r["run"] == 0 and r["peer"] == peer and (r["n"], r["k"]) in FOUR
+    ]
+    want = [span(r["ratio"] for r in rows if a <= r["rows"] <= b) for a, b in INT4_ROWS]
+    assert line(f"| against {peer.title()}") == want
+
+
+def test_linear_ratios_and_argmax():
+    rows = [r for r in results("gemm-h200.json")["rows"] if r["run"] in (2, 3)]
+    bf16 = [r for r in rows if r["op"] == "linear" and r["dtype"] == "bfloat16"]
+    want = [span(r["ratio"] for r in bf16 if a <= r["rows"] <= b) for a, b in LINEAR_ROWS]
+    assert line("| 248320x4096, 12288x4096, 4096x4096") == want
+    floors = [
+        1 / r["ratio"]
+        for r in rows
+        if r["op"] == "linear_argmax" and r["peer"].startswith("floor") and r["rows"] <= 64
+    ]
+    assert f"takes {span(floors)} of the time" in README
+
+
+def test_zero_flip_cells():
+    rows = {
+        (r["route"], r["depth"]): r for r in results("exact-h200.json")["rows"] if r["users"] == 64
+    }
+    for start, key in (
+        ("| this plugin, no speculation", ("exact", 0)),
+        ("| this plugin, MTP depth 3", ("exact", 3)),
+        ("| stock (", ("stock", 0)),
+    ):
+        row = rows[key]
+        counts = [row["mismatches"], row["logprob_mismatches"]]
+        assert line(start) == [f"{count} of {row['sequences']}" for count in counts]
+    assert f"({rows['exact', 3]['acceptance']:.0%} of drafts accepted)" in README
+
+
+def test_attention_ratios():
+    ratio = {
+        r["shape"]: r["ratio"]
+        for r in results("path-h200.json")["rows"]
+        if r["op"] == "attention" and r["group"] == 4
+    }
+    decode = span(ratio[f"64x{keys}x1"] for keys in (2048, 8192, 32768))
+    assert f"{decode}\nat 64 sequences" in README
+    alone = [f"{ratio[f'1x{keys}x1']:.1f}" for keys in (8192, 32768)]
+    assert f"{alone[0]} and {alone[1]} at one sequence of 8K and 32K" in README
+    assert f"{ratio['1x2048x1']:.2f} at one of 2K" in README
+    assert f"a prompt of 8K {ratio['1x8192x8192']:.1f}" in README
