@@ -87,7 +87,7 @@ def test_c1_rows_tiles_and_neighbours(parts):
     whole = weight.run(x, TILES[0], parts)
     for i in (0, 1, 7, 15, 16, 31, 32, 39):
         assert torch.equal(weight.run(x[i : i + 1], TILES[0], parts), whole[i : i + 1])
-    for count in (2, 15, 16, 17, 33, 40):
+    for count in (2, 15, 16, 17, 33):
         for tile in TILES:
             assert torch.equal(weight.run(x[:count], tile, parts), whole[:count])
     order = torch.randperm(40, generator=torch.Generator().manual_seed(2))

@@ -63,7 +63,7 @@ def test_c1_rows_tiles_and_neighbours(parts):
     whole = run(x, weight, None, parts, TILES[0])
     for i in (0, 1, 7, 15, 16, 31, 32, 39):
         assert torch.equal(run(x[i : i + 1], weight, None, parts, TILES[0]), whole[i : i + 1])
-    for count in (2, 15, 16, 17, 33, 40):
+    for count in (2, 15, 16, 17, 33):
         for tile in TILES:
             assert torch.equal(run(x[:count], weight, None, parts, tile), whole[:count])
     order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
