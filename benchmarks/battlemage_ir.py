@@ -221,9 +221,12 @@ def _size(text: str) -> int:
         element = re.match(r"<\d+ x ([^>]+)>", rest)
         return _type(element[1]) if element else 4
     if operation == "shufflevector":
+        mask = rest.rsplit("<", 1)[1] if rest.endswith(">") else ""
+        # Elements of the mask that are poison hold nothing: wide vectors are made one by one.
+        kept = mask.count("i32 ") - mask.count("poison") - mask.count("undef")
         masks = re.findall(r"<(\d+) x i32>", rest)
         element = re.match(r"<\d+ x ([^>]+)>", rest)
-        return int(masks[-1]) * (_type(element[1]) if element else 4)
+        return (kept if mask else int(masks[-1])) * (_type(element[1]) if element else 4)
     if operation == "select":
         return _type(rest.split(", ", 1)[1])
     if " to " in rest and operation.endswith(("ext", "trunc", "cast", "si", "ui", "fp", "ptr")):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in an environment of its own making.
 #   bash scripts/test.sh          lint, types, unit tests, then real servers (under 30 minutes)
-#   bash scripts/test.sh --unit   lint, types and unit tests (under 3 minutes once installed)
+#   bash scripts/test.sh --unit   lint, types and unit tests (5 minutes once installed)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -24,8 +24,8 @@ class Case:
         block_loads: The kernel asks for 2D block loads, so there must be some.
         unaligned: Run-time arguments that are not known to be multiples of 16 (those that the
             kernel's decorator names in ``do_not_specialize``, and any that need not be).
-        registers: The estimate of registers has to fit; False for a path that is there to be
-            correct where the fast one does not apply.
+        registers: The estimate of registers has to fit; False where no launch fits, and the
+            case says why.
         fusion: A multiplication and an addition may be fused.
     """
 

@@ -47,7 +47,6 @@ def _case(
         tile=tile,
         dpas=dots * dot_dpas(tile["bm"], tile["bn"], step, tile["warps"]),
         block_loads=bool(constants["BLOCK"]),
-        registers=bool(constants["BLOCK"]),
         unaligned=("M", "groups")
         + (() if constants["EVEN_N"] else ("N",))
         + (() if constants["BLOCK"] else ("x", "K")),

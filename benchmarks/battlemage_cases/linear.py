@@ -54,6 +54,5 @@ def _gemm(kernel: str, tile: dict[str, Any], dtype: str, parts: int = 3, **chang
         tile=tile,
         dpas=dots * dot_dpas(tile["bm"], tile["bn"], tile["bk"], tile["warps"]),
         block_loads=bool(constants["TENSOR"]),
-        registers=bool(constants["TENSOR"]),
         unaligned=("M",) if constants["TENSOR"] else ("M", "N", "K", "x", "w"),
     )

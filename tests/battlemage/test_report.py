@@ -32,7 +32,9 @@ def test_every_declared_case_is_in_it():
     assert kept == declared, AGAIN
 
 
-@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "vllm_b70/ops").glob("*.json")))
+@pytest.mark.parametrize(
+    "path", sorted(p.name for p in (ROOT / "vllm_b70/ops").glob("*.tiles.json"))
+)
 def test_every_xpu_tile_is_in_it(path):
     op = path.removesuffix(".tiles.json")
     if "xpu" in json.loads((ROOT / "vllm_b70/ops" / path).read_text()):
@@ -137,6 +139,15 @@ def test_instructions_are_counted():
     assert not counts["may_contract"], "no product is added to anything"
 
 
+def test_only_what_a_vector_holds_is_counted():
+    """A wide vector made of single values is not as many wide vectors."""
+    wide = "shufflevector <1 x half> %7, <1 x half> poison, <4 x i32>"
+    assert battlemage_ir._size(f"{wide} <i32 0, i32 poison, i32 poison, i32 poison>") == 2
+    assert battlemage_ir._size(f"{wide} zeroinitializer") == 8
+    pair = "shufflevector <2 x float> %7, <2 x float> %8, <4 x i32> <i32 0, i32 1, i32 2, i32 3>"
+    assert battlemage_ir._size(pair) == 16
+
+
 def test_contraction_is_read_from_the_module():
     llir = LLIR.replace("%6 = fadd <8 x float> %5", "%9 = fmul float %1, %1\n  %6 = fadd float %9")
     off = module(3 << 16 | 16, 1, 31)
@@ -159,3 +170,33 @@ def test_the_dpas_of_a_dot():
     assert dot_dpas(8, 512, 128, 32) == 8
     assert dot_dpas(256, 256, 32, 32) == 32
     assert dot_dpas(8, 16, 16, 4) == 1, "each warp computes the one piece"
+
+
+def test_the_declared_launches_are_those_of_the_ops():
+    """The cases cannot import the ops, which import torch."""
+    from benchmarks.battlemage_cases import attention, causal_conv1d, gated_delta_rule, norm
+    from vllm_b70 import chunk_grid
+    from vllm_b70.ops import attention as attention_op
+    from vllm_b70.ops import gdn_launches, prompt_inputs, recurrent_steps
+    from vllm_b70.ops import norm as norm_op
+
+    for rows, split in zip((16, 17), attention.SPLITS, strict=True):
+        plan = attention_op.plan(attention.SIZE, rows, "xpu")
+        launches = (plan.split, split), (plan.walk, attention.WALK)
+        for launch, declared in launches:
+            assert vars(launch) == declared | {"registers": 0}
+        assert plan.merge_warps == attention.MERGE["warps"]
+        assert vars(plan.partition) == {"part": attention.PART, "tile": attention.TILE}
+    assert attention_op.LIMIT == attention.LIMIT
+    for columns, launches in norm.LAUNCHES.items():
+        size = 1 << (columns - 1).bit_length()
+        assert {norm_op.choose(rows, size, "xpu") for rows in (1, 10**6)} == set(launches)
+    for case in gated_delta_rule.cases():
+        launch = gdn_launches.recurrent("xpu", case.constants["HV"])
+        named = {"block": launch.block, "warps": launch.warps, "grf": launch.grf}
+        assert case.tile == named | {"stages": 2} and not launch.overlap
+    steps = (recurrent_steps.CONV_BLOCK, recurrent_steps.CONV_WARPS)
+    assert steps == (causal_conv1d.CONV_BLOCK, causal_conv1d.CONV_WARPS)
+    prompts = (prompt_inputs.BLOCK_TOKENS, prompt_inputs.WARPS, prompt_inputs.GRF, chunk_grid.GRID)
+    c = causal_conv1d
+    assert prompts == (c.BLOCK_TOKENS, c.WARPS, c.GRF, c.GRID)

@@ -10,6 +10,32 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 
 @pytest.fixture(autouse=True)
+def patched_once(monkeypatch):
+    """The interpreter prepares Triton's language anew for every function that a kernel calls, a
+    third of the time of these tests; once a launch is enough."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    prepare = interpreter._patch_lang
+    call = interpreter.GridExecutor.__call__
+    prepared = set()
+
+    def once(function):
+        modules = {id(v) for v in function.__globals__.values() if v is tl or v is tl.core}
+        if modules <= prepared:
+            return interpreter._LangPatchScope()
+        prepared.update(modules)
+        return prepare(function)
+
+    def launch(self, *arguments, **options):
+        prepared.clear()
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+
+
+@pytest.fixture(autouse=True)
 def ordered_dot(monkeypatch):
     """Replace three things of the interpreter: a dot by BLAS, which is not invariant to the row
     count, and a conversion to bfloat16 that cuts off instead of rounding, neither of which a GPU

@@ -70,8 +70,9 @@ def run(cache, q, lens, lengths, name="split16", padding=0):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "group"), [(2, 4), (1, 6)])
+@pytest.mark.parametrize(
+    ("heads", "group", "dtype"), [(2, 4, torch.bfloat16), (1, 6, torch.float16)]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_equals_the_reference(name, heads, group, dtype):
     lengths, lens = [70, 1, 33, 100], [1, 1, 3, 9]

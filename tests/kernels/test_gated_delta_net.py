@@ -4,6 +4,7 @@ The interpreter adds a sum's products in numpy's order, which is one order for e
 is bitwise here is bitwise in widths, company and cuts; the sums themselves are a GPU's matter.
 """
 
+import functools
 import random
 
 import pytest
@@ -89,6 +90,13 @@ def one_at_a_time(tokens, count):
     return torch.cat(outs), torch.stack(states), torch.stack(histories)
 
 
+@functools.cache
+def seventeen():
+    """One request, and what it gives one token at a time."""
+    tokens = Tokens(17, 20)
+    return tokens, *one_at_a_time(tokens, 17)
+
+
 def test_close_to_the_reference():
     tokens = Tokens(12, 10)
     outs, states, histories = one_at_a_time(tokens, 12)
@@ -107,8 +115,7 @@ def test_close_to_the_reference():
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 17])
 @pytest.mark.parametrize("dim_first", [False, True])
 def test_c2_every_width_gives_the_bits_of_one_token_at_a_time(width, dim_first):
-    tokens = Tokens(17, 20)
-    want, states, histories = one_at_a_time(tokens, 17)
+    tokens, want, states, histories = seventeen()
     cache = poisoned(dim_first)
     tokens.put(cache, 1)
     outs, read = [], 1

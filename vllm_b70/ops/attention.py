@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_b70.ops import library
+from vllm_b70.ops import library, tiles
 
 #: Bytes of workspace that no call exceeds. Sequences whose parts do not fit are walked by one
 #: program a row tile; the bits are the same.
@@ -40,16 +41,19 @@ class Launch:
         warps: Warps of a program.
         stages: Loads in flight.
         registers: Of a thread at most, on CUDA; 0 leaves it to the compiler.
+        grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
     """
 
     rows: int
     warps: int
     stages: int
     registers: int = 0
+    grf: int = 0
 
-    def options(self, device: torch.device) -> dict[str, int]:
+    def options(self, device: torch.device) -> dict[str, Any]:
         """For the launcher."""
-        found = {"num_warps": self.warps, "num_stages": self.stages}
+        found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        found |= tiles.grf_options(self.grf, device)
         if self.registers and device.type == "cuda":
             found["maxnreg"] = self.registers
         return found
@@ -77,18 +81,24 @@ class Plan:
 PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(512, 32)}
 
 
-def plan(head_size: int, rows: int) -> Plan:
+def plan(head_size: int, rows: int, device_type: str = "cuda") -> Plan:
     """The plan for a call.
 
     Args:
         head_size: D, one of ``PARTITIONS``.
         rows: The most rows of a sequence in the call.
+        device_type: Of the tensors. It chooses launches only, never the partition.
 
     Raises:
         ValueError: No partition is made for this head size.
     """
     if head_size not in PARTITIONS:
         raise ValueError(f"head size must be one of {sorted(PARTITIONS)}, not {head_size}")
+    if device_type == "xpu":
+        # Not timed: what holds the least in registers, of launches that repeat few products.
+        split = Launch(16 if rows <= 16 else 32, 4, 3, grf=256)
+        walk = Launch(128, 16, 3, grf=256)
+        return Plan(PARTITIONS[head_size], split, walk, programs=4, merge_warps=4)
     split = Launch(16 if rows <= 16 else 32, 4, 3)
     walk = Launch(128, 8, 3 if head_size == 256 else 2)
     return Plan(PARTITIONS[head_size], split, walk, programs=4)
@@ -141,7 +151,7 @@ def paged_attention(
     group = q.shape[1] // k.shape[2]
     launch(
         q, k, v, out, table, starts, lengths, scale, max_query, max_length,
-        plan(q.shape[2], max_query * group),
+        plan(q.shape[2], max_query * group, q.device.type),
     )  # fmt: skip
 
 

@@ -22,11 +22,13 @@ class Launch:
         warps: Warps of a program.
         overlap: Let a kernel start while the one before it ends (CUDA from sm90 on); cannot change
             a result.
+        grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
     """
 
     block: int
     warps: int
     overlap: bool = False
+    grf: int = 0
 
 
 @functools.cache
@@ -36,13 +38,13 @@ def _table() -> dict[str, dict[str, dict[str, Any]]]:
     return table
 
 
-def _entry(device_family: str, heads: int) -> dict[str, dict[str, Any]]:
-    """The entry ``family:heads``, else the one of ``family``, else the default."""
+def _entry(kernel: str, device_family: str, heads: int) -> dict[str, Any]:
+    """The kernel's entry of ``family:heads``, else that of ``family``, else the default."""
     table = _table()
     for key in (f"{device_family}:{heads}", device_family):
-        if key in table:
-            return table[key]
-    return table["default"]
+        if kernel in table.get(key, {}):
+            return table[key][kernel]
+    return table["default"][kernel]
 
 
 def chunk_kernels() -> list[str]:
@@ -58,9 +60,9 @@ def chunk(kernel: str, device_family: str, heads: int) -> dict[str, int]:
         device_family: From ``tiles.family``.
         heads: Value heads.
     """
-    return dict(_entry(device_family, heads)[kernel])
+    return dict(_entry(kernel, device_family, heads))
 
 
 def recurrent(device_family: str, heads: int) -> Launch:
     """The launch of the recurrent kernel; arguments as for ``chunk``."""
-    return Launch(**_entry(device_family, heads)["recurrent"])
+    return Launch(**_entry("recurrent", device_family, heads))

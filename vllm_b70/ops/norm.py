@@ -11,8 +11,9 @@ import torch
 
 from vllm_b70.ops import library
 
-#: Values that a program holds when there are rows enough to fill the device, and that a warp does.
-PROGRAM, WARP = 4096, 1024
+#: Values that a program holds when there are rows enough to fill the device, and that a warp does;
+#: a thread of an XPU has fewer registers.
+PROGRAM, WARP, XPU_WARP = 4096, 1024, 512
 #: Rows below which a program takes one row only, so that few rows spread over the device.
 FEW = 512
 
@@ -70,12 +71,7 @@ def launch(
     if rows == 0 or columns == 0:
         return out, total
     size = 1 << (columns - 1).bit_length()
-    if rows_a_program is None:
-        rows_a_program = 1 if rows < FEW else max(1, PROGRAM // size)
-    if warps is None:
-        # Beyond four warps the barriers of a row cost more than its loads gain: 8 warps took 1.4
-        # times as long as 4 for rows of 4,096 and of 5,120 on an H200.
-        warps = max(1, min(4 if size <= 8192 else 16, rows_a_program * size // WARP))
+    rows_a_program, warps = choose(rows, size, x.device.type, rows_a_program, warps)
     kernels.rms_norm[(-(-rows // rows_a_program),)](
         x,
         x if residual is None else residual,
@@ -100,6 +96,34 @@ def launch(
         enable_fp_fusion=False,
     )
     return out, total
+
+
+def choose(
+    rows: int,
+    size: int,
+    device_type: str,
+    rows_a_program: int | None = None,
+    warps: int | None = None,
+) -> tuple[int, int]:
+    """Rows and warps of a program where they are not given; neither can change a result.
+
+    Args:
+        rows: All rows.
+        size: Values of a row, a power of two.
+        device_type: Of the tensors.
+        rows_a_program, warps: What is given.
+    """
+    if rows_a_program is None:
+        rows_a_program = 1 if rows < FEW else max(1, PROGRAM // size)
+    if warps is None:
+        if device_type == "xpu":
+            a_warp, most = XPU_WARP, 16
+        else:
+            # Beyond four warps the barriers of a row cost more than its loads gain: 8 warps took
+            # 1.4 times as long as 4 for rows of 4,096 and of 5,120 on an H200.
+            a_warp, most = WARP, 4 if size <= 8192 else 16
+        warps = max(1, min(most, rows_a_program * size // a_warp))
+    return rows_a_program, warps
 
 
 def _rows(x: torch.Tensor, heads: int) -> torch.Tensor:

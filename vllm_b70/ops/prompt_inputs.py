@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from vllm_b70.chunk_grid import GRID
+from vllm_b70.ops import tiles
 from vllm_b70.ops.recurrent_steps import check_layout
 
 #: Tokens of a program, and its warps. They choose the order in which the norm adds, so they are
-#: constants.
-BLOCK_TOKENS, WARPS = 16, 4
+#: constants. An XPU's threads need the larger number of registers for them.
+BLOCK_TOKENS, WARPS, GRF = 16, 4, 256
 
 
 @dataclass
@@ -78,6 +79,6 @@ def prompt_inputs(
         X_ROW=x.stride(0), A_ROW=a.stride(0), B_ROW=b.stride(0),
         TOKEN=history.stride(1), CHANNEL=history.stride(2), HK=key_heads, HV=heads, K=keys,
         V=values, BD=max(keys, values), GRID=GRID, BT=BLOCK_TOKENS,
-        num_warps=WARPS, enable_fp_fusion=False,
+        num_warps=WARPS, enable_fp_fusion=False, **tiles.grf_options(GRF, x.device),
     )  # fmt: skip
     return q, k, v, decay, beta

@@ -79,6 +79,7 @@ def recurrent_steps(
         X_ROW=x.shape[1], A_ROW=a.stride(0), B_ROW=b.stride(0), HK=key_heads, HV=heads, K=keys,
         V=values, BV=block, SCALE=keys**-0.5, PDL=launch.overlap,
         num_warps=launch.warps, enable_fp_fusion=False, **options,
+        **tiles.grf_options(launch.grf, x.device),
     )  # fmt: skip
 
 

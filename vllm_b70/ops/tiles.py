@@ -81,13 +81,18 @@ def family(device: torch.device) -> str:
 
 def backend_options(tile: Tile, device: torch.device) -> dict[str, Any]:
     """What a launch passes to the compiler of one kind of device and no other would take."""
-    if not tile.grf or device.type != "xpu":
+    return grf_options(tile.grf, device)
+
+
+def grf_options(grf: int, device: torch.device) -> dict[str, Any]:
+    """Registers of an XPU thread, 128 or 256, for the launcher; 0 leaves them to the compiler."""
+    if not grf or device.type != "xpu":
         return {}
     from triton.backends.intel.compiler import XPUOptions
 
     # triton-xpu 3.3 has other names than later ones, and takes a wrong one without a word.
     names = {128: "small", 256: "large"} if "large" in XPUOptions.grf_mode else {}
-    return {"grf_mode": names.get(tile.grf, str(tile.grf))}
+    return {"grf_mode": names.get(grf, str(grf))}
 
 
 @functools.cache
