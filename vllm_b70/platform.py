@@ -442,6 +442,13 @@ class GpuPolicy(ExactPolicy):
                 "a graph of its own for a range of row counts may round differently",
                 "leave it out",
             )
+        for fusion in ("fuse_allreduce_rms", "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
+            if getattr(compilation.pass_config, fusion, None):
+                _refuse(
+                    f"pass_config.{fusion}",
+                    "it is compiled in up to a number of rows only",
+                    "leave it out",
+                )
         graphs = compilation.cudagraph_mode
         if graphs not in (None, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY):
             _refuse(

@@ -91,6 +91,10 @@ def test_the_users_graph_mode_is_kept_if_it_is_exact():
         ),
         ({"compilation_config": CompilationConfig(splitting_ops=["a::b"])}, "splitting_ops"),
         ({"compilation_config": CompilationConfig(compile_sizes=[8])}, "compile_sizes [8]"),
+        (
+            {"compilation_config": CompilationConfig(pass_config={"fuse_allreduce_rms": True})},
+            "pass_config.fuse_allreduce_rms",
+        ),
         ({"compilation_config": CompilationConfig(mode=1)}, "mode STOCK_TORCH_COMPILE"),
         ({"compilation_config": CompilationConfig(mode=2)}, "mode DYNAMO_TRACE_ONCE"),
         (
