@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Everything that a CUDA machine decides, in stages; each ends with one archive OUT/STAGE.tar.gz, so
+# that a machine that gives back few files gives back all. A stage whose archive is there is left out.
+#   bash scripts/gpu_matrix.sh OUT STAGE ...
+# Stages (about how long on an H200 with 16 cores, caches filled by earlier ones):
+#   tests    tests/gpu, side by side                                  200 s
+#   gemm     INT4 and 16-bit GEMMs against their peers                150 s
+#   path     norms and attention                                       60 s
+#   gdn      launches of the gated delta net, and the race            130 s
+#   tiny     zero flips: the tiny 9B, every depth, and stock          250 s
+#   wide     zero flips and speed: the 9B's widths, against stock     350 s
+# Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$1
+shift
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 VLLM_LOGGING_LEVEL=ERROR
+mkdir -p "$out"
+models=${MODELS:-/tmp/b70-models}
+
+cell() { # work name arguments...
+  timeout "${LIMIT:-240}" python3 benchmarks/exact_gpu.py cell --out "$1/cells/$2.json" "${@:3}" \
+    >"$1/$2.log" 2>&1
+  grep -a " users \|Error:" "$1/$2.log" | tail -6 | cut -c1-200
+}
+
+make_tiny() {
+  python3 -c "
+import sys
+from pathlib import Path
+from vllm_b70.checkpoints.tiny import make_tiny
+for layout, shape in (('ct', '9b'), ('gptq', '27b')):
+    folder = Path(sys.argv[1]) / ('tiny-' + shape)
+    if not folder.exists():
+        make_tiny(folder, format=layout, shape=shape)
+" "$models"
+}
+
+stage_tests() {
+  local file ids=()
+  bash scripts/gpu_path.sh "$1/path" tests &
+  ids+=($!)
+  for file in test_gemm test_repack test_int4_gemm test_gated_delta_net; do
+    timeout 300 python3 -m pytest -q -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
+    ids+=($!)
+  done
+  wait "${ids[@]}"
+  tail -qn 1 "$1"/*.txt
+}
+
+stage_gemm() {
+  timeout 110 python3 benchmarks/bench_int4_linear.py compare --peers marlin,machete,humming \
+    --shapes 24576x4096,4096x12288,10240x4096,4096x4096,34816x5120,5120x17408 \
+    --dtypes float16 --out "$1/int4.json" --seconds 90 >"$1/int4.txt" 2>&1
+  timeout 70 python3 benchmarks/bench_linear.py compare --out "$1/linear.json" --seconds 55 \
+    >"$1/linear.txt" 2>&1
+  grep -h "ratios\|cublas" "$1"/*.txt | cut -c1-160
+}
+
+stage_path() {
+  timeout 80 python3 benchmarks/bench_path.py compare --out "$1/path.json" --seconds 60 \
+    >"$1/path.txt" 2>&1
+  grep -a "^op=" "$1/path.txt" | cut -c1-200
+}
+
+stage_gdn() {
+  timeout 170 bash benchmarks/gated_delta_net_on_cuda.sh "$1/gdn" tune compare >"$1/gdn.txt" 2>&1
+  tail -n 30 "$1/gdn.txt" | cut -c1-200
+}
+
+stage_tiny() {
+  make_tiny
+  local model=(--model "$models/tiny-9b")
+  # Side by side: what they answer is compared, not how fast.
+  cell "$1" d0 "${model[@]}" --users 1,8,32,64,128 &
+  cell "$1" d1 "${model[@]}" --depth 1 &
+  cell "$1" d3 "${model[@]}" --depth 3 &
+  cell "$1" d6 "${model[@]}" --depth 6 &
+  wait
+  cell "$1" d3-eager "${model[@]}" --depth 3 --graphs off --users 64 &
+  cell "$1" d4 "${model[@]}" --depth 4 --users 32,64 &
+  cell "$1" s0 "${model[@]}" --route stock --users 1,64 &
+  cell "$1" s3 "${model[@]}" --route stock --depth 3 --users 64 &
+  wait
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
+stage_wide() {
+  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
+  local options=(--model "$models/wide-9b" --users 1,64 --prompts 64 --longest 1200 --new-tokens 64
+    --max-model-len 1536 --max-num-seqs 64 --kv-gib 24)
+  local depth route
+  for depth in 0 3; do
+    for route in exact stock; do
+      LIMIT=120 cell "$1" "$route-$depth" "${options[@]}" --route $route --depth $depth
+    done
+  done
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/wide.json" | cut -c1-300
+}
+
+for stage in "$@"; do
+  [ -f "$out/$stage.tar.gz" ] && continue
+  begin=$SECONDS
+  work=$(mktemp -d)
+  mkdir -p "$work/cells"
+  "stage_$stage" "$work"
+  tar czf "$out/$stage.tar.gz" -C "$work" .
+  echo "== $stage took $((SECONDS - begin)) s"
+done
