@@ -2,7 +2,7 @@
 #
 # Not run: this image was never built or started by the project (no Docker engine and no XPU where it
 # is made). And with VLLM_B70=1 this version refuses to serve on an XPU: its exact route covers vLLM's
-# CPU build so far. The image is here so that the package's shape is fixed from the start.
+# CPU and CUDA builds so far. The image is here so that the package's shape is fixed from the start.
 #
 #   docker build -t vllm-b70 --build-arg VLLM_VERSION=v0.32.0 .
 ARG VLLM_VERSION=v0.32.0

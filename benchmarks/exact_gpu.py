@@ -146,7 +146,10 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "prompts": [arguments.prompts, arguments.longest, arguments.new_tokens],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
-        "command": " ".join(["python", "benchmarks/exact_gpu.py", *sys.argv[1:]]),
+        "command": " ".join(
+            ["python", "benchmarks/exact_gpu.py"]
+            + [Path(a).name if "/" in a else a for a in sys.argv[1:]]
+        ),
         "levels": levels,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +187,8 @@ def collect(arguments: argparse.Namespace) -> None:
             oracle = oracles.get(key(cell))
             row = {name: cell[name] for name in ("model", "dtype", "route", "depth", "graphs")}
             row["users"], row["sequences"] = level["users"], len(level["answers"])
-            if oracle is not None:
+            row["oracle"] = (cell["depth"], level["users"], cell["graphs"]) == (0, 1, "on")
+            if oracle is not None and not row["oracle"]:
                 found = compare(oracle, completions(level))
                 row["mismatches"] = found.mismatches
                 row["logprob_mismatches"] = found.logprob_mismatches

@@ -4,7 +4,7 @@
 #
 # What has been run: such commands on vLLM's CPU build with tiny checkpoints of the same form
 # (examples/quickstart.sh --full). What has not: this model itself, and any XPU. On an XPU this version
-# refuses to start with VLLM_B70=1, because its exact route covers the CPU so far.
+# refuses to start with VLLM_B70=1, because its exact route covers the CPU and CUDA so far.
 set -euo pipefail
 export VLLM_B70=1
 exec vllm serve "${MODEL:-RedHatAI/Qwen3.5-9B-quantized.w4a16}" \

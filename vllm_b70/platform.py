@@ -83,10 +83,12 @@ def check_choices(config: VllmConfig) -> None:
             "a cached prefix ends where another request's prompt did",
             "use --no-enable-prefix-caching (enable_prefix_caching=False in Python)",
         )
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+    model = config.model_config
+    own = "auto" if model is None else str(model.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in ("auto", own):
         _refuse(
             f"--kv-cache-dtype {cache.cache_dtype}",
-            "a quantised KV cache is not covered",
+            "the KV cache is of the model's own dtype, and a quantised one is not covered",
             "leave it at auto",
         )
     if cache.mamba_cache_mode != "none":
@@ -109,13 +111,23 @@ def check_choices(config: VllmConfig) -> None:
     ):
         if size > 1:
             _refuse(f"{setting} {size}", "the exact route covers one worker", "leave it at 1")
-    model = config.model_config
-    own = "auto" if model is None else str(model.dtype).removeprefix("torch.")
     if cache.mamba_cache_dtype not in ("auto", own):
         _refuse(
             f"--mamba-cache-dtype {cache.mamba_cache_dtype}",
             "the convolution's history must hold the inputs as they are",
             "leave it at auto",
+        )
+    if getattr(cache, "kv_offloading_size", None) is not None:
+        _refuse(
+            f"--kv-offloading-size {cache.kv_offloading_size}",
+            "a KV cache from elsewhere may end off the chunk grid",
+            "leave it out",
+        )
+    if getattr(parallel, "use_ubatching", False):
+        _refuse(
+            "dual-batch overlap",
+            "calls on one weight must not overlap",
+            "leave --enable-dbo and --ubatch-size out",
         )
     if config.kv_transfer_config is not None:
         _refuse(
@@ -172,6 +184,12 @@ def _check_model(config: VllmConfig) -> None:
             f"a model of kind {', '.join(model.architectures)}",
             f"the exact route covers {' and '.join(ARCHITECTURES)}",
             "set VLLM_B70=0 for this model",
+        )
+    if str(getattr(model, "model_impl", "auto")) not in ("auto", "vllm"):
+        _refuse(
+            f"--model-impl {model.model_impl}",
+            "the exact layers take the place of vLLM's own",
+            "use auto or vllm",
         )
     if model.quantization not in QUANTIZATIONS:
         _refuse(
@@ -393,7 +411,7 @@ class GpuPolicy(ExactPolicy):
     @classmethod
     def check_device_choices(cls, config: VllmConfig) -> None:
         import torch
-        from vllm.config import CUDAGraphMode
+        from vllm.config import CompilationMode, CUDAGraphMode
 
         if not config.use_v2_model_runner:
             _refuse(
@@ -409,6 +427,28 @@ class GpuPolicy(ExactPolicy):
                 "use --dtype bfloat16 or float16",
             )
         compilation = config.compilation_config
+        if compilation.mode not in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+            _refuse(
+                f"compilation mode {compilation.mode.name}",
+                "it compiles the model anew for some row counts, which may round differently",
+                "leave the mode out, or use --enforce-eager",
+            )
+        # vLLM's own end of the one range is the budget; it is there already when a configuration is
+        # made from another.
+        budget = config.scheduler_config.max_num_batched_tokens
+        if any(end < budget for end in compilation.compile_ranges_endpoints or []):
+            _refuse(
+                f"compile_ranges_endpoints {compilation.compile_ranges_endpoints}",
+                "a graph of its own for a range of row counts may round differently",
+                "leave it out",
+            )
+        for fusion in ("fuse_allreduce_rms", "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
+            if getattr(compilation.pass_config, fusion, None):
+                _refuse(
+                    f"pass_config.{fusion}",
+                    "it is compiled in up to a number of rows only",
+                    "leave it out",
+                )
         graphs = compilation.cudagraph_mode
         if graphs not in (None, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY):
             _refuse(

@@ -17,6 +17,8 @@ SHAPES = [  # columns, depth; the models', their two-card shards, and odd ones
     (5120, 6144),
     (4096, 8192),
     (1000, 520),
+    (70, 192),
+    (65, 4160),
     (33, 1001),
 ]
 ROWS = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256, 511, 1000, 2048]
@@ -202,10 +204,12 @@ def test_compiled_with_any_row_count():
 
 def test_every_table_entry_launches():
     """A tile that a device cannot hold would only be found by the row count that picks it."""
-    for columns, depth in SHAPES:
+    entries = tiles._table(ops.OP).get(tiles.family(torch.device("cuda")), {})
+    shapes = {tuple(map(int, name.split("x"))) for name in entries if name != "default"}
+    for columns, depth in sorted(shapes | set(SHAPES)):
         weight = Weight(columns, depth, torch.float16)
-        found = ops.plan(torch.device("cuda"), columns, depth)
-        for bound, _ in found.tiles:
-            count = min(bound, 4096)
-            assert not weight(rows(count, depth, torch.float16)).isnan().any()
-    assert tiles.family(torch.device("cuda")) != "cuda"
+        x = rows(4096, depth, torch.float16)
+        one = torch.cat([weight(x[i : i + 1]) for i in range(16)])
+        for bound, _ in ops.plan(torch.device("cuda"), columns, depth).tiles:
+            got = weight(x[:bound])
+            assert differing(got[:16], one) == 0, f"{columns}x{depth} at {bound} rows"

@@ -45,7 +45,16 @@ def run_argmax(x, weight, bias, parts, tile):
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("depth", "columns", "parts"), [(256, 64, 1), (512, 72, 3), (200, 130, 2), (99, 65, 1)]
+    ("depth", "columns", "parts"),
+    [
+        (256, 64, 1),
+        (512, 72, 3),
+        (200, 130, 2),
+        (99, 65, 1),
+        (192, 72, 1),
+        (320, 65, 2),
+        (96, 64, 1),
+    ],
 )
 def test_equals_the_reference(depth, columns, parts, dtype, tile):
     x, weight = tensor(9, depth, dtype=dtype), tensor(columns, depth, dtype=dtype, seed=1)

@@ -33,6 +33,7 @@ def config(**change):
     given = {
         "compilation_config": CompilationConfig(),
         "model_config": types.SimpleNamespace(dtype=torch.float16),
+        "scheduler_config": types.SimpleNamespace(max_num_batched_tokens=2048),
         "use_v2_model_runner": True,
     }
     return types.SimpleNamespace(**given | change)
@@ -64,6 +65,13 @@ def test_every_inductor_option_exists():
         assert hasattr(inductor, name), name
 
 
+def test_a_configuration_made_from_another_is_accepted():
+    """vLLM has filled in the end of the one range by then."""
+    Policy.check_device_choices(
+        config(compilation_config=CompilationConfig(compile_ranges_endpoints=[2048]))
+    )
+
+
 def test_the_users_graph_mode_is_kept_if_it_is_exact():
     c = config(compilation_config=CompilationConfig(cudagraph_mode="NONE"))
     Policy.apply_config_platform_defaults(c)
@@ -83,6 +91,16 @@ def test_the_users_graph_mode_is_kept_if_it_is_exact():
         ),
         ({"compilation_config": CompilationConfig(splitting_ops=["a::b"])}, "splitting_ops"),
         ({"compilation_config": CompilationConfig(compile_sizes=[8])}, "compile_sizes [8]"),
+        (
+            {"compilation_config": CompilationConfig(pass_config={"fuse_allreduce_rms": True})},
+            "pass_config.fuse_allreduce_rms",
+        ),
+        ({"compilation_config": CompilationConfig(mode=1)}, "mode STOCK_TORCH_COMPILE"),
+        ({"compilation_config": CompilationConfig(mode=2)}, "mode DYNAMO_TRACE_ONCE"),
+        (
+            {"compilation_config": CompilationConfig(compile_ranges_endpoints=[32])},
+            "compile_ranges_endpoints [32]",
+        ),
     ],
 )
 def test_what_is_refused_by_name(change, sentence):

@@ -64,13 +64,14 @@ def prepare(layer: Any, weight: torch.Tensor) -> None:
     On a CPU that is a transposed copy of the weight; elsewhere the weight serves as it is and the
     kernel needs its counters.
     """
-    for name in ("b70_weight", "b70_done"):
-        if hasattr(layer, name):
-            delattr(layer, name)
     if weight.device.type == "cpu":
         layer.register_buffer("b70_weight", ops.pack(weight), persistent=False)
-    else:
-        done = torch.zeros(gemm.counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
+        return
+    size = gemm.counters(weight.shape[0])
+    done = getattr(layer, "b70_done", None)
+    # Weights that are loaded again keep their counters: captured graphs know the address.
+    if done is None or done.shape != (size,) or done.device != weight.device:
+        done = torch.zeros(size, dtype=torch.int32, device=weight.device)
         layer.register_buffer("b70_done", done, persistent=False)
 
 

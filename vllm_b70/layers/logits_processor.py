@@ -1,7 +1,7 @@
 """Greedy tokens straight from the lm_head, where nothing else needs the logits.
 
 Official seam: the out-of-tree class of vLLM's ``LogitsProcessor``. vLLM asks ``get_top_tokens`` for
-draft tokens under ``use_local_argmax_reduction``.
+draft tokens if ``--speculative-config`` has ``"use_local_argmax_reduction": true``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_b70.compat.seams import require
+from vllm_b70.layers.linear import RowInvariantEmbeddingMethod
 from vllm_b70.ops import gemm  # noqa: F401  (defines the op)
 
 require("top_tokens")
@@ -35,7 +36,9 @@ class RowInvariantLogitsProcessor(LogitsProcessor):
             embedding_bias: [N] or None.
         """
         # A scale or soft cap rounds logits again, after which other columns may tie.
-        if not hasattr(lm_head, "b70_done") or self.scale != 1.0 or self.soft_cap is not None:
+        exact = isinstance(lm_head.quant_method, RowInvariantEmbeddingMethod)
+        on_gpu = exact and hasattr(lm_head, "b70_done")
+        if not on_gpu or self.scale != 1.0 or self.soft_cap is not None:
             tokens: torch.Tensor = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
             return tokens
         shard = lm_head.shard_indices

@@ -95,7 +95,7 @@ def launch(
         SWAP=tile.swap,
         TENSOR=tensor,
         BIAS=bias is not None,
-        EVEN_K=depth % tile.bk == 0,
+        EVEN_K=depth % UNIT == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
@@ -205,7 +205,7 @@ def launch_argmax(
         kernels.argmax[(-(-count // tile.bm), column_tiles)](
             left, right, weight if bias is None else bias, best, count, columns, depth,
             PARTS=parts, BN=tile.bn, BM=tile.bm, BK=tile.bk, SWAP=tile.swap, TENSOR=tensor,
-            BIAS=bias is not None, EVEN_K=depth % tile.bk == 0,
+            BIAS=bias is not None, EVEN_K=depth % UNIT == 0,
             DTYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
             **tiles.backend_options(tile, x.device),
@@ -241,7 +241,15 @@ def gemm_argmax(
     index = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows:
         chosen = plan(x.device, *weight.shape)
-        launch_argmax(x, weight, bias, value, index, parts or chosen.parts, chosen.tile(rows))
+        launch_argmax(
+            x,
+            weight,
+            bias,
+            value,
+            index,
+            parts or chosen.parts,
+            chosen.tile(min(rows, ARGMAX_ROWS)),
+        )
     return value, index
 
 
