@@ -7,6 +7,11 @@ import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+
+    # Tensors are small here, and pytest-xdist's processes would wait for one another's threads.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
