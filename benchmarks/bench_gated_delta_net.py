@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import graph_us, versions
+from benchmarks.timing import graph_us, head
 from vllm_b70.ops import gdn_launches, tiles
 from vllm_b70.ops.gdn_launches import Launch
 
@@ -460,17 +460,12 @@ def peers(
 
 def compare(out: Path, until: float) -> None:
     """Time ours and every peer, side by side."""
-    head: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "command": "python benchmarks/bench_gated_delta_net.py compare",
-        "rows": [],
-    }
+    result = head() | {"rows": []}
     if out.exists():
-        head["rows"] = json.loads(out.read_text())["rows"]
+        result["rows"] = json.loads(out.read_text())["rows"]
     done = {
         (r["phase"], r["heads"], r["requests"], r["rows"])
-        for r in head["rows"]
+        for r in result["rows"]
         if r.get("op") == "gated_delta_net"
     }
     say("vllm's own choice at 64 tokens: " + json.dumps({h: tune_at(h, GRID) for h in HEADS}))
@@ -500,12 +495,12 @@ def compare(out: Path, until: float) -> None:
             if phase != "prefill":
                 moved = requests * (1 + min(rows, columns)) * heads * SIZE * SIZE * 4
                 row["gb_per_s"] = round(moved / ours / 1e3, 1)
-            head["rows"].append(row)
+            result["rows"].append(row)
             say(
                 f"{phase} {heads} heads {requests}x{rows}: ours {ours:.1f} us, {name} "
                 f"{peer:.1f} us, ratio {peer / ours:.3f}"
             )
-            out.write_text(json.dumps(head, indent=1) + "\n")
+            out.write_text(json.dumps(result, indent=1) + "\n")
         del many
         torch.cuda.empty_cache()
 

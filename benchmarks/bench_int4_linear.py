@@ -9,9 +9,6 @@ sides in one run.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import multiprocessing
 import sys
 import time
@@ -22,12 +19,15 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import copies, graph_us, versions
-from vllm_b70.ops import hopper, int4_gemm, tiles
+from benchmarks import gemm_command
+from benchmarks.timing import copies, graph_us
+from vllm_b70.ops import hopper, int4_gemm, split
 from vllm_b70.ops.int4_words import Int4Words, pack_words
 from vllm_b70.ops.tiles import Tile
 
 SHAPES = [(24576, 4096), (4096, 12288), (10240, 4096), (4096, 4096)]
+#: The 27B's.
+MORE = [(34816, 5120), (5120, 17408)]
 ROWS = [1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096]
 GROUP = 128
 
@@ -81,7 +81,7 @@ def run(x: torch.Tensor, w: Int4Words, done: torch.Tensor, parts: int, tile: Til
 
 def fits(tile: Tile, rows: int, columns: int, parts: int) -> bool:
     """Whether a split launch stays inside the workspace."""
-    return tile.kernel != "split" or parts == 1 or 4 * parts * rows * columns <= int4_gemm.WORKSPACE
+    return tile.kernel != "split" or split.fits(parts, rows, columns)
 
 
 def options(rows: int, columns: int, parts: int) -> list[Tile]:
@@ -122,9 +122,7 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
     """The table's entries for these shapes; stops at the time ``until``."""
     jobs = []
     for n, k in shapes:
-        launches = [(16, p, t) for p in PARTS[n] for t in options(16, n, p)]
-        launches += [(r, p, t) for p in PARTS[n] for r in CANDIDATES if 16 < r
-                     for t in options(r, n, p)]  # fmt: skip
+        launches = [(r, p, t) for r in CANDIDATES for p in PARTS[n] for t in options(r, n, p)]
         jobs.append((n, k, launches))
     begin = time.time()
     compile_all(jobs, 14)
@@ -174,26 +172,11 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
                 best.setdefault(parts, {})[rows] = min(timed, key=lambda pair: pair[0])
             line = [(r, round(us, 1), str(t)[5:-1]) for r, (us, t) in best.get(parts, {}).items()]
             print(f"{n}x{k} parts {parts}: {line}", flush=True)
-        done_parts = [p for p in best if len(best[p]) == len(CANDIDATES)]
-        parts = min(done_parts, key=lambda p: score(best[p], best[done_parts[0]]))
-        tiles_of = best[parts]
-        table[f"{n}x{k}"] = {
-            "parts": parts,
-            "tiles": [_row(rows, tile) for rows, (_, tile) in tiles_of.items()],
-        }
-        print(f"{n}x{k}: {parts} parts", flush=True)
+        found = gemm_command.entry(best, list(CANDIDATES))
+        if found is not None:
+            table[f"{n}x{k}"] = found
+            print(f"{n}x{k}: {found['parts']} parts", flush=True)
     return table
-
-
-def score(times: dict[int, tuple[float, Tile]], base: dict[int, tuple[float, Tile]]) -> float:
-    """How good a K partition is: the product of its times, decode sizes counted three times."""
-    return sum(
-        (3 if rows == 16 else 1) * math.log(us / base[rows][0]) for rows, (us, _) in times.items()
-    )
-
-
-def _row(rows: int, tile: Tile) -> dict[str, Any]:
-    return {"rows": rows} | vars(tile)
 
 
 Peer = Callable[[torch.Tensor], torch.Tensor]
@@ -344,39 +327,13 @@ def compare(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["tune", "compare"])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", help="for example 24576x4096,4096x4096; default: all mandatory")
-    parser.add_argument("--dtypes", default="float16,bfloat16")
+    parser = gemm_command.parser(__doc__.splitlines()[0])
     parser.add_argument("--peers", default=",".join(VLLM_PEERS), help="compare: of vLLM's kernels")
-    parser.add_argument("--tiles", type=Path, help="compare: a table from tune, not the package's")
-    parser.add_argument("--seconds", type=float, default=480.0, help="stop starting new work then")
     arguments = parser.parse_args()
-    until = time.time() + arguments.seconds
-    shapes = SHAPES
-    if arguments.shapes:
-        shapes = [tuple(map(int, s.split("x"))) for s in arguments.shapes.split(",")]  # type: ignore[misc]
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    if arguments.tiles:
-        table = tiles._table(int4_gemm.OP) | json.loads(arguments.tiles.read_text())
-        tiles._table = lambda op: table  # type: ignore[assignment]
-    if arguments.command == "tune":
-        made = {tiles.family(device): tune(shapes, until)}
-        arguments.out.write_text(json.dumps(made, indent=1) + "\n")
-        return
-    head = {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "command": " ".join(
-            ["python", *(Path(a).name if "/" in a and a != sys.argv[0] else a for a in sys.argv)]
-        ),
-    }
-    dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
-    compare(
-        shapes, dtypes, arguments.peers.split(","), until,
-        lambda rows: arguments.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n"),
+    names = arguments.peers.split(",")
+    gemm_command.run(
+        arguments, int4_gemm.OP, SHAPES, MORE, tune,
+        lambda shapes, dtypes, until, save: compare(shapes, dtypes, names, until, save),
     )  # fmt: skip
 
 

@@ -9,9 +9,6 @@ sides in one run.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import multiprocessing
 import sys
 import time
@@ -21,9 +18,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import copies, copy_gb_per_s, graph_us, versions
+from benchmarks import gemm_command
+from benchmarks.timing import copies, copy_gb_per_s, graph_us
 from vllm_b70.ops import gemm as ops
-from vllm_b70.ops import tiles
+from vllm_b70.ops import split
 from vllm_b70.ops.tiles import Tile
 
 SHAPES = [(248320, 4096), (12288, 4096), (4096, 4096)]
@@ -117,7 +115,7 @@ def run(
 def fits(tile: Tile, rows: int, columns: int, parts: int) -> bool:
     """Whether a launch keeps to the workspace and the registers."""
     if tile.kernel == "split":
-        return parts == 1 or 4 * parts * rows * columns <= ops.WORKSPACE
+        return split.fits(parts, rows, columns)
     # A walk of several parts holds two accumulators.
     return parts == 1 or tile.bn * tile.bm <= 64 * 32 * tile.warps
 
@@ -199,22 +197,10 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
                 ranked = sorted(timed, key=lambda pair: pair[0])[:4]
                 for us, t in ranked:
                     print(f"  {n}x{k} parts {parts} rows {rows}: {us:.1f} us {t}", flush=True)
-        complete = [p for p in best if len(best[p]) == len(CANDIDATES)]
-        if not complete:
-            continue
-        base = best[complete[0]]
-        parts = min(
-            complete,
-            key=lambda p: sum(
-                (3 if rows == 16 else 1) * math.log(us / base[rows][0])
-                for rows, (us, _) in best[p].items()
-            ),
-        )
-        table[f"{n}x{k}"] = {
-            "parts": parts,
-            "tiles": [{"rows": rows} | vars(tile) for rows, (_, tile) in best[parts].items()],
-        }
-        print(f"{n}x{k}: {parts} parts", flush=True)
+        found = gemm_command.entry(best, list(CANDIDATES))
+        if found is not None:
+            table[f"{n}x{k}"] = found
+            print(f"{n}x{k}: {found['parts']} parts", flush=True)
         rotated.clear()
         torch.cuda.empty_cache()
     return table
@@ -283,43 +269,8 @@ def compare(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["tune", "compare"])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--shapes", help="for example 12288x4096; default: the mandatory ones; all: more"
-    )
-    parser.add_argument("--dtypes", default="float16,bfloat16")
-    parser.add_argument("--tiles", type=Path, help="compare: a table from tune, not the package's")
-    parser.add_argument("--seconds", type=float, default=480.0, help="stop starting new work then")
-    arguments = parser.parse_args()
-    until = time.time() + arguments.seconds
-    shapes = SHAPES
-    if arguments.shapes == "all":
-        shapes = SHAPES + MORE
-    elif arguments.shapes:
-        shapes = [tuple(map(int, s.split("x"))) for s in arguments.shapes.split(",")]  # type: ignore[misc]
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    if arguments.tiles:
-        table = tiles._table(ops.OP) | json.loads(arguments.tiles.read_text())
-        tiles._table = lambda op: table  # type: ignore[assignment]
-    if arguments.command == "tune":
-        made = {tiles.family(device): tune(shapes, until)}
-        arguments.out.write_text(json.dumps(made, indent=1) + "\n")
-        return
-    head = {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "command": " ".join(
-            ["python", *(Path(a).name if "/" in a and a != sys.argv[0] else a for a in sys.argv)]
-        ),
-    }
-    dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
-    compare(
-        shapes, dtypes, until,
-        lambda rows: arguments.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n"),
-    )  # fmt: skip
+    arguments = gemm_command.parser(__doc__.splitlines()[0]).parse_args()
+    gemm_command.run(arguments, ops.OP, SHAPES, MORE, tune, compare)
 
 
 if __name__ == "__main__":

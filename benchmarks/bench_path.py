@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import copies, copy_gb_per_s, graph_us, versions
+from benchmarks.timing import copies, copy_gb_per_s, graph_us, head
 from vllm_b70.ops import attention, norm
 from vllm_b70.ops.attention import Launch, Partition, Plan
 
@@ -374,14 +374,7 @@ def main() -> None:
     rows = Rows(arguments.out.with_suffix(".jsonl"))
     compare_norms(rows, until)
     compare_attention(rows, arguments, until)
-    head = {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "command": " ".join(
-            ["python", *(Path(a).name if "/" in a and a != sys.argv[0] else a for a in sys.argv)]
-        ),
-    }
-    arguments.out.write_text(json.dumps(head | {"rows": rows.rows}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(head() | {"rows": rows.rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

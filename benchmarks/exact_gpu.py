@@ -135,7 +135,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
             f"{levels[-1]['acceptance']}, engine started in {started:.0f} s",
             flush=True,
         )
-    from benchmarks.timing import versions
+    from benchmarks.timing import head
 
     cell = {
         "model": arguments.model.name,
@@ -144,12 +144,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "depth": arguments.depth,
         "graphs": arguments.graphs,
         "prompts": [arguments.prompts, arguments.longest, arguments.new_tokens],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": versions(),
-        "command": " ".join(
-            ["python", "benchmarks/exact_gpu.py"]
-            + [Path(a).name if "/" in a else a for a in sys.argv[1:]]
-        ),
+        **head(),
         "levels": levels,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +61,14 @@ def copy_gb_per_s() -> float:
     target = torch.empty_like(source)
     us = graph_us([lambda: torch.neg(source, out=target)], least=3)
     return 2 * source.numel() * source.element_size() / us / 1e3
+
+
+def head() -> dict[str, Any]:
+    """What every kept result begins with: device, versions and command, without paths."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    script, *arguments = sys.argv
+    words = ["python", script, *(Path(a).name if "/" in a else a for a in arguments)]
+    return {"device": name, "versions": versions(), "command": " ".join(words)}
 
 
 def versions() -> dict[str, str]:

@@ -117,24 +117,19 @@ def check_choices(config: VllmConfig) -> None:
             "the convolution's history must hold the inputs as they are",
             "leave it at auto",
         )
-    if getattr(cache, "kv_offloading_size", None) is not None:
-        _refuse(
-            f"--kv-offloading-size {cache.kv_offloading_size}",
-            "a KV cache from elsewhere may end off the chunk grid",
-            "leave it out",
-        )
     if getattr(parallel, "use_ubatching", False):
         _refuse(
             "dual-batch overlap",
             "calls on one weight must not overlap",
             "leave --enable-dbo and --ubatch-size out",
         )
-    if config.kv_transfer_config is not None:
-        _refuse(
-            "--kv-transfer-config",
-            "a KV cache from elsewhere may end off the chunk grid",
-            "leave it out",
-        )
+    offloaded = getattr(cache, "kv_offloading_size", None)
+    for setting, chosen in (
+        ("--kv-transfer-config", config.kv_transfer_config),
+        (f"--kv-offloading-size {offloaded}", offloaded),
+    ):
+        if chosen is not None:
+            _refuse(setting, "a KV cache from elsewhere may end off the chunk grid", "leave it out")
     _check_scheduler(config)
     _check_model(config)
     _check_speculation(config)

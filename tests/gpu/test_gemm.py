@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_b70.ops import gemm as ops
-from vllm_b70.ops import tiles
+from vllm_b70.ops import split, tiles
 from vllm_b70.ops.tiles import Tile
 
 SHAPES = [  # columns, depth; the models', their two-card shards, and odd ones
@@ -118,7 +118,7 @@ def test_stale_workspace_two_runs_and_capture(shape):
         x = rows(count, shape[1], torch.float16)
         want = weight(x)
         # What the allocator hands out next as workspace holds NaN.
-        stale = torch.full((ops.WORKSPACE // 4,), float("nan"), device="cuda")
+        stale = torch.full((split.WORKSPACE // 4,), float("nan"), device="cuda")
         del stale
         assert differing(weight(x), want) == 0
         static = torch.zeros_like(x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_b70.ops import hopper, int4_gemm, tiles
+from vllm_b70.ops import hopper, int4_gemm, split, tiles
 from vllm_b70.ops.int4_gemm import apply, counters, launch
 from vllm_b70.ops.int4_words import pack_words, unpack_words
 from vllm_b70.ops.tiles import Tile
@@ -220,7 +220,7 @@ def test_stale_workspace_two_runs_and_capture():
         x = rows(count, 12288, torch.float16)
         want = weight(x)
         # What the allocator hands out next as workspace holds NaN.
-        stale = torch.full((int4_gemm.WORKSPACE // 4,), float("nan"), device="cuda")
+        stale = torch.full((split.WORKSPACE // 4,), float("nan"), device="cuda")
         del stale
         assert differing(weight(x), want) == 0
         static = torch.zeros_like(x)
@@ -277,5 +277,5 @@ def test_every_table_entry_stays_inside_the_workspace():
         for bound, tile in plan.tiles:
             if tile.kernel == "split" and plan.parts > 1:
                 rows_here = min(bound, 2048)
-                fits = 4 * plan.parts * rows_here * columns <= int4_gemm.WORKSPACE
+                fits = 4 * plan.parts * rows_here * columns <= split.WORKSPACE
                 assert fits or bound > 256, f"{columns}x{depth}: {tile} at {bound} rows walks"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_b70.ops import gemm as ops
+from vllm_b70.ops import split
 from vllm_b70.ops.tiles import Tile
 from vllm_b70.reference import linear as reference
 
@@ -151,6 +152,6 @@ def test_argmax_in_pieces(monkeypatch):
     """Many rows go in pieces that keep to the workspace."""
     x, weight = tensor(40, 128), tensor(130, 128, seed=1)
     want = run_argmax(x, weight, None, 1, TILES[0])
-    monkeypatch.setattr(ops, "WORKSPACE", 16 * 3 * 8)
+    monkeypatch.setattr(split, "WORKSPACE", 16 * 3 * 8)
     got = run_argmax(x, weight, None, 1, TILES[0])
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

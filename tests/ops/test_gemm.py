@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_b70.ops import gemm, tiles
+from vllm_b70.ops import gemm, split, tiles
 
 
 def half(*shape):
@@ -55,7 +55,7 @@ def test_every_device_and_shape_has_a_plan(family, shape):
 @pytest.mark.parametrize("columns", [33, 4096, 248320])
 def test_the_counters_suffice_for_every_split_inside_the_workspace(columns):
     """As many rows as two parts leave room for, in the smallest tiles."""
-    rows = gemm.WORKSPACE // (4 * 2 * columns)
+    rows = split.WORKSPACE // (4 * 2 * columns)
     needed = -(-columns // gemm.LEAST_BN) * -(-rows // gemm.LEAST_BM)
     assert gemm.counters(columns) >= needed
 
@@ -65,7 +65,7 @@ def test_a_split_that_would_exceed_the_workspace_walks(monkeypatch):
     monkeypatch.setattr(gemm, "launch", lambda *a: chosen.append(a[-1].kernel))
     plan = tiles.Plan(2, ((1024, tiles.Tile("split", 64, 64, 4, 3, 64)),))
     monkeypatch.setattr(gemm, "plan", lambda *a: plan)
-    monkeypatch.setattr(gemm, "WORKSPACE", 4 * 2 * 64 * 100)
+    monkeypatch.setattr(split, "WORKSPACE", 4 * 2 * 64 * 100)
     for rows in (100, 101):
         done = torch.zeros(1, dtype=torch.int32)
         gemm.gemm(half(rows, 128), half(64, 128), None, done, 0)

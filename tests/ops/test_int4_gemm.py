@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from vllm_b70.ops import hopper, int4_gemm, tiles
+from vllm_b70.ops import hopper, int4_gemm, split, tiles
 from vllm_b70.ops.int4_words import pack_words
 
 
@@ -81,7 +81,7 @@ def test_the_partition_never_follows_the_row_count():
 @pytest.mark.parametrize("columns", [64, 4096, 24576, 248320])
 def test_the_counters_cover_every_split_that_fits_the_workspace(columns):
     for parts in (2, 8):
-        rows = int4_gemm.WORKSPACE // (4 * parts * columns)
+        rows = split.WORKSPACE // (4 * parts * columns)
         for bn, bm in ((64, 8), (64, 16), (128, 16)):
             needed = -(-columns // bn) * -(-rows // bm)
             assert needed <= int4_gemm.counters(columns)
@@ -165,11 +165,11 @@ def test_a_hopper_tile_named_outright_is_refused_elsewhere(on_hopper, monkeypatc
 
 
 def test_split_parts_beyond_the_workspace_are_walked():
-    split = tiles.Tile("split", 64, 64, 4, 3)
-    fits = int4_gemm.WORKSPACE // (4 * 2 * 64)
+    tile = tiles.Tile("split", 64, 64, 4, 3)
+    fits = split.WORKSPACE // (4 * 2 * 64)
     for rows, kernel in ((fits, "split"), (fits + 1, "walk")):
         x = torch.empty(rows, 1, dtype=torch.float16)
-        assert int4_gemm.choose(**hopper_call(tile=split, x=x)).kernel == kernel
+        assert int4_gemm.choose(**hopper_call(tile=tile, x=x)).kernel == kernel
 
 
 def test_the_hopper_tiles_of_the_table():

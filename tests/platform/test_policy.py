@@ -57,6 +57,7 @@ REFUSED = {
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype fp8"),
     "kv dtype of another model": ({"kv_cache_dtype": "float16"}, {}, "--kv-cache-dtype float16"),
+    "dual-batch overlap": ({"enable_dbo": True}, {}, "dual-batch overlap"),
     "kv offloading": ({"kv_offloading_size": 1.0}, {}, "--kv-offloading-size 1.0"),
     "model impl": ({"model_impl": "transformers"}, {}, "--model-impl transformers"),
     "ssm dtype": ({"mamba_ssm_cache_dtype": "bfloat16"}, {}, "--mamba-ssm-cache-dtype bfloat16"),

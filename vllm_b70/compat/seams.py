@@ -257,12 +257,14 @@ SEAMS: dict[str, Seam] = {
             "output_block_scale",
         ),
         "layers.attention replaces the attention kernel on a GPU",
+        worker=True,
     ),
     "gpu_attention_metadata": Seam(
         "vllm.v1.attention.backends.triton_attn",
         "TritonAttentionMetadataBuilder.build",
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
         "layers.attention builds its own metadata from the same fields",
+        worker=True,
     ),
     "speculative_config": Seam(
         "vllm.engine.arg_utils",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -104,16 +103,6 @@ def plan(head_size: int, rows: int, device_type: str = "cuda") -> Plan:
     return Plan(PARTITIONS[head_size], split, walk, programs=4)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if device.type == "xpu":
-        # A subslice is the unit that the launch of a work-group goes to.
-        return int(getattr(torch.xpu.get_device_properties(device), "gpu_subslice_count", 32))
-    return 2
-
-
 def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -208,14 +197,14 @@ def launch(
         work_m, work_total = rest.split(capacity)
         choice = plan.split
         items = parts * heads * (min(most, limit) * sequences // choice.rows + sequences)
-        programs = max(1, min(items, plan.programs * _multiprocessors(q.device)))
+        programs = max(1, min(items, plan.programs * tiles.processors(q.device)))
         kernels.split[(programs,)](
             q, k, v, table, starts, lengths, out, work_m, work_total, work_acc,
             score, sequences, capacity, *strides,
             ROWS=choice.rows, LIMIT=limit, **choice.options(q.device), **tiled, **constants,
         )  # fmt: skip
         waiting = min(tokens, sequences * max(1, limit // group))
-        columns = size if waiting * heads >= 2 * _multiprocessors(q.device) else min(size, 64)
+        columns = size if waiting * heads >= 2 * tiles.processors(q.device) else min(size, 64)
         kernels.merge[(waiting, heads, size // columns)](
             starts, lengths, out, work_m, work_total, work_acc, sequences, capacity, out.stride(0),
             GROUP_ROWS=1 << (group - 1).bit_length(), COLUMNS=columns, LIMIT=limit, STAGES=4,

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from vllm_b70.ops import blocks, library, tiles
-from vllm_b70.ops.int4_gemm import WORKSPACE
+from vllm_b70.ops import blocks, library, split, tiles
+from vllm_b70.ops.checks import check_bias, check_rows
+from vllm_b70.reference.linear import UNIT
 
 OP = "linear"
 #: Column and row tile of the smallest launch that counts finished parts.
@@ -15,17 +16,11 @@ LEAST_BN, LEAST_BM = 16, 8
 #: Rows whose tile serves the argmax of more rows too: ranking needs registers that a larger tile
 #: has not got.
 ARGMAX_ROWS = 64
-#: Values of k that no part cuts (``kernels.linear.UNIT``).
-UNIT = 128
 
 
 def counters(columns: int) -> int:
-    """Size of the ``done`` buffer of a weight: int32 zeros that the kernel leaves zero.
-
-    Calls on one weight share it, so they must not overlap in time (one stream does that).
-    """
-    # Row tiles are bounded by the workspace: PARTS * M * N * 4 bytes, PARTS at least 2.
-    return -(-columns // LEAST_BN) * (WORKSPACE // (8 * columns) // LEAST_BM + 1)
+    """Size of the ``done`` buffer of a weight; see ``split.counters``."""
+    return split.counters(columns, LEAST_BN, LEAST_BM)
 
 
 def plan(device: torch.device, columns: int, depth: int) -> tiles.Plan:
@@ -61,6 +56,26 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> tuple[
     )
 
 
+def _constants(
+    x: torch.Tensor, bias: torch.Tensor | None, parts: int, tile: tiles.Tile, tensor: bool
+) -> dict[str, Any]:
+    """What every kernel of ``kernels.linear`` that multiplies is compiled for."""
+    return dict(
+        PARTS=parts,
+        BN=tile.bn,
+        BM=tile.bm,
+        BK=tile.bk,
+        SWAP=tile.swap,
+        TENSOR=tensor,
+        BIAS=bias is not None,
+        EVEN_K=x.shape[1] % UNIT == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **tiles.backend_options(tile, x.device),
+    )
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -87,20 +102,7 @@ def launch(
     columns = weight.shape[0]
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
     left, right, tensor = _operands(x, weight, tile)
-    constants: dict[str, Any] = dict(
-        PARTS=parts,
-        BN=tile.bn,
-        BM=tile.bm,
-        BK=tile.bk,
-        SWAP=tile.swap,
-        TENSOR=tensor,
-        BIAS=bias is not None,
-        EVEN_K=depth % UNIT == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-        **tiles.backend_options(tile, x.device),
-    )
+    constants = _constants(x, bias, parts, tile, tensor)
     biases = weight if bias is None else bias
     if tile.kernel == "split":
         size = parts * rows * columns if parts > 1 else 1
@@ -120,16 +122,14 @@ def launch(
 def _checked(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    check_rows(x)
     if weight.dtype != x.dtype or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(
             f"weight must be {x.dtype} [N, {x.shape[1]}], not {weight.dtype} {(*weight.shape,)}"
         )
     if not weight.is_contiguous():
         raise ValueError("weight must be contiguous")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"bias must be [{weight.shape[0]}], not {(*bias.shape,)}")
+    check_bias(bias, weight.shape[0])
     return x.contiguous(), weight
 
 
@@ -163,7 +163,7 @@ def gemm(
     chosen = plan(x.device, columns, depth)
     parts = parts or chosen.parts
     tile = chosen.tile(rows)
-    if tile.kernel == "split" and parts > 1 and 4 * parts * rows * columns > WORKSPACE:
+    if tile.kernel == "split" and not split.fits(parts, rows, columns):
         tile = tiles.replace(tile, kernel="walk")
     launch(x, weight, bias, done, out, parts, tile)
     return out
@@ -196,7 +196,7 @@ def launch_argmax(
     columns, depth = weight.shape
     column_tiles = -(-columns // tile.bn)
     # Many rows go in pieces, so that the workspace stays bounded.
-    piece = max(tile.bm, WORKSPACE // (8 * column_tiles) // tile.bm * tile.bm)
+    piece = max(tile.bm, split.WORKSPACE // (8 * column_tiles) // tile.bm * tile.bm)
     for first in range(0, x.shape[0], piece):
         rows = x[first : first + piece]
         count = rows.shape[0]
@@ -204,11 +204,8 @@ def launch_argmax(
         best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
         kernels.argmax[(-(-count // tile.bm), column_tiles)](
             left, right, weight if bias is None else bias, best, count, columns, depth,
-            PARTS=parts, BN=tile.bn, BM=tile.bm, BK=tile.bk, SWAP=tile.swap, TENSOR=tensor,
-            BIAS=bias is not None, EVEN_K=depth % UNIT == 0,
             DTYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-            **tiles.backend_options(tile, x.device),
+            **_constants(x, bias, parts, tile, tensor),
         )  # fmt: skip
         kernels.best_of[(count,)](
             best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4

@@ -6,23 +6,18 @@ from typing import Any
 
 import torch
 
-from vllm_b70.ops import blocks, hopper, library, tiles
+from vllm_b70.ops import blocks, hopper, library, split, tiles
+from vllm_b70.ops.checks import check_bias, check_rows
 from vllm_b70.ops.int4_words import Int4Words
 
 OP = "int4_linear"
-#: Bytes of workspace that no call exceeds; a tile whose parts would need more walks them instead.
-WORKSPACE = 64 * 2**20
 #: Smallest tile of a kernel that counts finished parts.
 LEAST_BN, LEAST_BM = 64, 8
 
 
 def counters(columns: int) -> int:
-    """Size of the ``done`` buffer of a weight: int32 zeros that the kernel leaves zero.
-
-    Calls on one weight share it, so they must not overlap in time (one stream does that).
-    """
-    # Row tiles are bounded by the workspace: PARTS * M * N * 4 bytes, PARTS at least 2.
-    return -(-columns // LEAST_BN) * max(1, WORKSPACE // (8 * columns) // LEAST_BM + 1)
+    """Size of the ``done`` buffer of a weight; see ``split.counters``."""
+    return split.counters(columns, LEAST_BN, LEAST_BM)
 
 
 def launch(
@@ -112,7 +107,7 @@ def choose(
         parts: The K partition.
     """
     if tile.kernel == "split":
-        serves = parts == 1 or 4 * parts * x.shape[0] * columns <= WORKSPACE
+        serves = split.fits(parts, x.shape[0], columns)
     elif tile.kernel == "hopper":
         serves = hopper.fits(x, words, group, parts)
     else:
@@ -173,8 +168,7 @@ def _check(
     columns: int,
     group: int,
 ) -> None:
-    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    check_rows(x)
     groups, padded = -(-x.shape[1] // group), -(-columns // 64) * 64
     if words.dtype != torch.int32 or words.shape != (groups, padded, group // 8):
         raise ValueError(
@@ -187,8 +181,7 @@ def _check(
         )
     if offset is not None and (offset.dtype != torch.int32 or offset.shape != scale.shape):
         raise ValueError(f"offset must be int32 {(*scale.shape,)}, not {(*offset.shape,)}")
-    if bias is not None and bias.shape != (columns,):
-        raise ValueError(f"bias must be [{columns}], not {(*bias.shape,)}")
+    check_bias(bias, columns)
 
 
 def apply(

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_b70.ops import library
+from vllm_b70.ops.checks import check_bias, check_rows
 
 
 def pack_int4(q: torch.Tensor) -> torch.Tensor:
@@ -37,8 +38,7 @@ def _check(
     group_size: int,
 ) -> tuple[int, int]:
     depth, columns = x.shape[-1], weight.shape[-1]
-    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    check_rows(x)
     if weight.dtype != torch.uint8 or weight.shape[0] != (depth + 1) // 2:
         raise ValueError(
             f"weight must be uint8 [{(depth + 1) // 2}, N] for K={depth}, "
@@ -51,8 +51,7 @@ def _check(
         raise ValueError(f"scale must be float32 {groups}, not {scale.dtype} {(*scale.shape,)}")
     if zero is not None and (zero.dtype != torch.uint8 or zero.shape != groups):
         raise ValueError(f"zero must be uint8 {groups}, not {zero.dtype} {(*zero.shape,)}")
-    if bias is not None and bias.shape != (columns,):
-        raise ValueError(f"bias must be [{columns}], not {(*bias.shape,)}")
+    check_bias(bias, columns)
     return x.shape[0], columns
 
 

@@ -29,8 +29,7 @@ def define(
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    for device in devices:
-        _library.impl(name, implementation, device)
+    implement(name, implementation, devices)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_b70.ops import library
+from vllm_b70.ops.checks import check_bias, check_rows
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -38,14 +39,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     from vllm_b70.cpu.gemm import BFLOAT16, FLOAT16, gemm
 
     kinds = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-    if x.dim() != 2 or x.dtype not in kinds:
-        raise ValueError(f"x must be [M, K] in bfloat16 or float16, not {x.dtype} {(*x.shape,)}")
+    check_rows(x)
     if weight.dtype != x.dtype or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
         raise ValueError(
             f"weight must be {x.dtype} [{x.shape[1]}, N], not {weight.dtype} {(*weight.shape,)}"
         )
-    if bias is not None and bias.shape != (weight.shape[1],):
-        raise ValueError(f"bias must be [{weight.shape[1]}], not {(*bias.shape,)}")
+    check_bias(bias, weight.shape[1])
     out = torch.empty((x.shape[0], weight.shape[1]), dtype=torch.float32)
     gemm(
         x.float().contiguous().numpy(),

@@ -1,0 +1,61 @@
+"""What the benchmarks do with their figures, without a GPU to make them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import gemm_command, timing
+from vllm_b70.ops import tiles
+from vllm_b70.ops.tiles import Tile
+
+SLOW, FAST = Tile("walk", 64, 64, 4, 3), Tile("split", 64, 16, 4, 3)
+
+
+def test_the_partition_with_the_least_times_is_chosen_and_decodes_count_three_times():
+    best = {
+        1: {16: (10.0, SLOW), 64: (10.0, SLOW)},
+        2: {16: (9.0, FAST), 64: (13.0, SLOW)},  # 0.9 thrice against 1.3 once
+        4: {16: (1.0, FAST)},  # not timed everywhere
+    }
+    found = gemm_command.entry(best, [16, 64])
+    assert found["parts"] == 2
+    assert [(t["rows"], t["kernel"]) for t in found["tiles"]] == [(16, "split"), (64, "walk")]
+    assert gemm_command.entry({4: best[4]}, [16, 64]) is None
+    # What comes out is what the tables are read from.
+    assert tiles._plan(found["parts"], found["tiles"]).tile(17) == SLOW
+
+
+def test_kept_commands_hold_no_paths(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "tune", "--out", "/somewhere/a.json"])
+    assert timing.head()["command"] == "python benchmarks/x.py tune --out a.json"
+
+
+@pytest.mark.parametrize(
+    ("asked", "shapes"),
+    [([], [(1, 2)]), (["--shapes", "all"], [(1, 2), (3, 4)]), (["--shapes", "5x6"], [(5, 6)])],
+)
+def test_what_is_asked_for_is_done_and_written(asked, shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "family", lambda device: "some-family")
+    calls = []
+
+    def tune(shapes, until):
+        calls.append(shapes)
+        return {"1x2": {}}
+
+    def compare(shapes, dtypes, until, save):
+        calls.append((shapes, dtypes))
+        save([{"ratio": 1.0}])
+
+    for command in ("tune", "compare"):
+        out = tmp_path / f"{command}.json"
+        arguments = gemm_command.parser("").parse_args(
+            [command, "--out", str(out), "--dtypes", "float16", *asked]
+        )
+        gemm_command.run(arguments, "linear", [(1, 2)], [(3, 4)], tune, compare)
+    assert calls == [shapes, (shapes, [torch.float16])]
+    assert json.loads((tmp_path / "tune.json").read_text()) == {"some-family": {"1x2": {}}}
+    assert json.loads((tmp_path / "compare.json").read_text())["rows"] == [{"ratio": 1.0}]
