@@ -21,13 +21,13 @@ tests() {
   )
   local ids=() i
   for i in "${!groups[@]}"; do
-    python3 -m pytest -q -p no:cacheprovider tests/gpu/test_attention.py -k "${groups[$i]}" \
+    python3 -m pytest -p no:cacheprovider tests/gpu/test_attention.py -k "${groups[$i]}" \
       >"$out/attention-$i.txt" 2>&1 &
     ids+=($!)
   done
-  python3 -m pytest -q -p no:cacheprovider tests/gpu/test_norm.py >"$out/norm.txt" 2>&1 &
+  python3 -m pytest -p no:cacheprovider tests/gpu/test_norm.py >"$out/norm.txt" 2>&1 &
   ids+=($!)
-  python3 -m pytest -q -p no:cacheprovider tests/gpu/test_rowwise.py >"$out/rowwise.txt" 2>&1 &
+  python3 -m pytest -p no:cacheprovider tests/gpu/test_rowwise.py >"$out/rowwise.txt" 2>&1 &
   ids+=($!)
   wait "${ids[@]}"
   for file in "$out"/attention-*.txt "$out/norm.txt" "$out/rowwise.txt"; do

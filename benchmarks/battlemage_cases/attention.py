@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.battlemage_cases.case import Case, dot_dpas
 
 #: Of ``ops.attention.plan(256, ..., "xpu")``; a test compares them, because it needs torch.
-SIZE, PART, TILE, LIMIT = 256, 512, 32, 128
+SIZE, PART, TILE, LIMIT = 256, 256, 32, 128
 SPLITS = (
     {"rows": 16, "warps": 4, "stages": 3, "grf": 256},
     {"rows": 32, "warps": 4, "stages": 3, "grf": 256},

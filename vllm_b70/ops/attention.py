@@ -77,7 +77,7 @@ class Plan:
     merge_warps: int = 2
 
 
-PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(512, 32)}
+PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(256, 32)}
 
 
 def plan(head_size: int, rows: int, device_type: str = "cuda") -> Plan:
