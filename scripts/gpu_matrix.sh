@@ -133,9 +133,9 @@ stage_wide() {
     --max-num-seqs 64 --kv-gib 16)
   local LIMIT=450
   turn 1/4 "$1" exact-0 "${options[@]}" &
-  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 &
-  turn 3/4 "$1" stock-0 "${options[@]}" --route stock &
-  turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 &
+  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 --solo 16 &
+  turn 3/4 "$1" stock-0 "${options[@]}" --route stock --solo 64 &
+  turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
   wait
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
 }
@@ -145,7 +145,13 @@ for stage in "$@"; do
   begin=$SECONDS
   work=$(mktemp -d)
   mkdir -p "$work/cells"
-  "stage_$stage" "$work"
+  # What is there so far comes back even if the machine's time ends first.
+  while sleep 20; do tar czf "$out/$stage.partial.tar.gz" -C "$work" . 2>/dev/null; done &
+  keeper=$!
+  ("stage_$stage" "$work")  # by itself: it waits for all jobs of its own
+  kill $keeper
+  wait $keeper 2>/dev/null
+  rm -f "$out/$stage.partial.tar.gz"
   tar czf "$out/$stage.tar.gz" -C "$work" .
   echo "== $stage took $((SECONDS - begin)) s"
 done
