@@ -31,6 +31,8 @@ from vllm_b70.ops.tiles import Tile
 #: Row counts of the table, and those that are timed for each.
 ROWS = {16: [1, 4, 16]} | {m: [m] for m in (32, 64, 128, 256, 512, 1024, 4096)}
 DTYPE = torch.bfloat16
+#: Shared memory that a program can have on a Hopper.
+SHARED = 227 * 1024
 #: A launch, and whether it overlaps the one before it.
 Launch = tuple[int, Tile, bool]
 
@@ -148,9 +150,10 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Shared memory of the operands in flight: a multiprocessor has 227 KiB for a program."""
+    """Shared memory of a program: its operands in flight, and beside them the last tile's results
+    where it goes on with the next."""
     columns = tile.bn * 3 // 2 if tile.kernel == "wide" else tile.bn
-    return 2 * tile.stages * tile.bk * (columns + tile.bm)
+    return 2 * tile.stages * tile.bk * (columns + tile.bm) + 2**15 * tile.persistent
 
 
 def launches(shape: tuple[int, int]) -> Iterator[tuple[int, int, Tile, bool]]:
@@ -158,7 +161,7 @@ def launches(shape: tuple[int, int]) -> Iterator[tuple[int, int, Tile, bool]]:
     for parts, by_rows in CELLS[shape].items():
         for rows, candidates in by_rows.items():
             for tile in candidates:
-                if fits(tile, rows, shape[0], parts):
+                if fits(tile, rows, shape[0], parts) and shared_bytes(tile) < SHARED:
                     yield parts, rows, tile, True
     plan = tiles.plan(ops.OP, "cuda-sm90", *shape, shape[1] // ops.UNIT)
     for rows in ROWS:
