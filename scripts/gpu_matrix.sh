@@ -54,7 +54,7 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_repack test_int4_gemm test_gated_delta_net; do
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_gated_delta_net; do
     timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
