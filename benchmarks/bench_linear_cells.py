@@ -253,6 +253,7 @@ def race(shape: tuple[int, int], until: float, result: dict[str, Any]) -> None:
     table = tiles.plan(ops.OP, "cuda-sm90", *shape, shape[1] // ops.UNIT)
     chosen: dict[int, list[dict[str, Any]]] = {}
     ratios: dict[int, dict[int, float]] = {}
+    both: dict[int, dict[int, list[float]]] = {}
     times: dict[int, dict[int, list[str]]] = {}
     for rows, counts in ROWS.items():
         peer = {count: data.cublas(count) for count in counts}
@@ -289,6 +290,7 @@ def race(shape: tuple[int, int], until: float, result: dict[str, Any]) -> None:
             _, words, pairs, tile = min(again, key=lambda t: t[:2])
             for count, (us, theirs) in zip(counts, pairs, strict=True):
                 ratios.setdefault(parts, {})[count] = round(theirs / us, 3)
+                both.setdefault(parts, {})[count] = [round(us, 2), round(theirs, 2)]
             line = " ".join(f"{us:.2f} us {theirs / us:.3f}" for us, theirs in pairs)
             print(f"{name} parts {parts} rows {counts}: {line} {words}; first raced: "
                   f"{' | '.join(times[parts][rows][:3])}", flush=True)  # fmt: skip
@@ -302,7 +304,7 @@ def race(shape: tuple[int, int], until: float, result: dict[str, Any]) -> None:
         line = " ".join(f"{m}:{ratio}" for m, ratio in found.items())
         print(f"== {name} parts {parts}: {line} missed {missed}", flush=True)
         result[name][parts] = {
-            "ratios": found, "missed": missed, "times": times[parts],
+            "ratios": found, "missed": missed, "us": both[parts], "times": times[parts],
             "tiles": [json.dumps(tile) for tile in chosen[parts]],
         }  # fmt: skip
 
