@@ -20,7 +20,7 @@ from vllm_b70.kernels.blocks import (
     make_block,
     make_transposed_block,
 )
-from vllm_b70.kernels.overlap import fetch, let_next_start, wait
+from vllm_b70.kernels.overlap import let_next_start, wait
 
 #: Values of k that are never cut: parts begin at multiples of it, and BK divides it.
 UNIT = 128
@@ -130,7 +130,6 @@ def _finish(
 def split(
     x,
     w,
-    weight,
     bias,
     partial,
     done,
@@ -146,7 +145,6 @@ def split(
     TENSOR: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (N / BN, PARTS, M / BM).
@@ -156,24 +154,17 @@ def split(
             ``blocks.POINTERS``.
         w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR, unless
             ``blocks.POINTERS``.
-        weight: [N, K], what w describes; unread if not PDL.
         bias: [N], unread if not BIAS.
         partial: [PARTS, M, N] fp32 workspace; its former content does not matter. Unread if PARTS
             is 1.
         done: [M / BM * N / BN] int32, zero before and after. Unread if PARTS is 1.
         out: [M, N], the dtype of x.
-        AHEAD: Values of each row of its part, a power of two or 0, that a program asks for before
-            the kernel before it has ended. Read if PDL.
     """
     part = tl.program_id(1)
     column, row = tl.program_id(0) * BN, tl.program_id(2) * BM
     units = tl.cdiv(K, _UNIT)
     first, last = part * units // PARTS, (part + 1) * units // PARTS
     if PDL:
-        if AHEAD:
-            n = tl.minimum(column + tl.arange(0, BN), N - 1).to(tl.int64)
-            k = tl.minimum(first * _UNIT + tl.arange(0, AHEAD // 64) * 64, K - 1)
-            fetch(weight + n[:, None] * K + k[None, :])
         wait()
         let_next_start()
     y = _part(x, w, row, column, M, N, K, first, last, BN, BM, BK, SWAP, TENSOR, EVEN_K)

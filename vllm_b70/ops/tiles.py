@@ -36,7 +36,8 @@ class Tile:
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
-        ahead: Values of k that a split asks for while the kernel before it ends, where it can.
+        overlap: It may start while the kernel before it ends, where the device can. That saves the
+            time of a launch, and costs room while the kernel before it still runs.
     """
 
     kernel: str
@@ -51,7 +52,7 @@ class Tile:
     left: bool = False
     step: int = 0
     grf: int = 0
-    ahead: int = 0
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,11 @@ def family(device: torch.device) -> str:
 
 
 @functools.cache
-def overlap_options(device: torch.device) -> dict[str, bool]:
+def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """PDL and the launch option that goes with it, for a kernel that may start while the one before
     it ends; see ``kernels.overlap``."""
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    possible = wanted and device.type == "cuda"
+    possible = possible and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if possible else {"PDL": False}
 
 
