@@ -248,6 +248,42 @@ def _check_speculation(config: VllmConfig) -> None:
         )
 
 
+def _check_shortlist(config: VllmConfig) -> None:
+    """Refuse a list of draft tokens that is not for this model and its tokenizer."""
+    path = current().draft_shortlist
+    if path is None or config.speculative_config is None:
+        return
+    from huggingface_hub import hf_hub_download
+    from tokenizers import Tokenizer
+
+    from vllm_b70.speculation.shortlist import check
+
+    model = config.model_config
+    try:
+        file = str(Path(model.tokenizer) / "tokenizer.json")
+        if not Path(model.tokenizer).is_dir():
+            # vLLM fetches the same file a moment later.
+            file = hf_hub_download(
+                model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision
+            )
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:
+        raise PolicyError(
+            "VLLM_B70_DRAFT_SHORTLIST cannot be honoured: the list must fit the tokenizer.json of "
+            f"{model.tokenizer}, which cannot be read ({error}); leave the variable out."
+        ) from error
+    check(path, tokenizer, model.get_vocab_size())
+
+
+def _draft_without_logits(config: VllmConfig) -> None:
+    """Ask for greedy draft tokens and not for rows of logits, unless something needs the rows."""
+    speculative = config.speculative_config
+    if speculative is None or getattr(speculative, "enable_adaptive_verification", False):
+        return
+    if speculative.draft_sample_method == "greedy":
+        speculative.use_local_argmax_reduction = True
+
+
 class ExactPolicy:
     """Mixin over a platform class of vLLM: what every device has in common."""
 
@@ -273,6 +309,8 @@ class ExactPolicy:
         # Before vLLM's own policy, which overwrites some of what the user chose.
         cls.check_device_choices(vllm_config)
         check_choices(vllm_config)
+        _check_shortlist(vllm_config)
+        _draft_without_logits(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
@@ -314,6 +352,7 @@ class ExactPolicy:
             Row("prefix caching", "off", "a cached prefix ends where another prompt did"),
             Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
             Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
+            *_drafting(config),
             *cls.device_policy(config),
         ]
 
@@ -503,6 +542,20 @@ def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
     return Row("linears", "row-invariant", "one order of addition for every row count")
+
+
+def _drafting(config: VllmConfig) -> list[Row]:
+    settings = current()
+    chosen = (settings.draft_head, settings.draft_layer)
+    if config.speculative_config is None:
+        return [Row("drafting", "none", "the switches VLLM_B70_DRAFT_* have nothing to act on")]
+    head = "lm_head itself" if chosen[0] == "none" else f"int4, group {settings.draft_head_group}"
+    tokens = "all tokens" if settings.draft_shortlist is None else str(settings.draft_shortlist)
+    layer = "as loaded" if chosen[1] == "none" else "int4"
+    return [
+        Row("draft head", head, f"{tokens}; a copy, the target keeps its own"),
+        Row("draft layer", layer, "drafts are proposals: no choice here changes a token"),
+    ]
 
 
 def _show(rows: list[Row], caution: str | None) -> None:
