@@ -73,7 +73,8 @@ def quantise_nibbles(
     fp32. Arguments and errors as in ``quantise_words``."""
     columns, depth = _count(weight, rows), weight.shape[1]
     nibbles = torch.empty((depth + 1) // 2, columns, dtype=torch.uint8)
-    scale = torch.empty(depth // group, columns)
+    # vLLM loads models under another default dtype.
+    scale = torch.empty(depth // group, columns, dtype=torch.float32)
     for first, piece in _pieces(weight, rows, group):
         last = first + piece.codes.shape[0]
         nibbles[:, first:last] = pack_int4(piece.codes.t())
