@@ -1,4 +1,4 @@
-"""Quantising at load: what compressed-tensors' own quantiser makes, from a bounded piece at a time."""
+"""Quantising at load: what compressed-tensors' quantiser makes, from a bounded piece at a time."""
 
 import pytest
 import torch
