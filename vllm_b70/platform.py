@@ -250,29 +250,31 @@ def _check_speculation(config: VllmConfig) -> None:
 
 def _check_shortlist(config: VllmConfig) -> None:
     """Refuse a list of draft tokens that is not for this model and its tokenizer."""
-    path = current().draft_shortlist
-    if path is None or config.speculative_config is None:
-        return
+    path, model = current().draft_shortlist, config.model_config
+    if path is not None and config.speculative_config is not None:
+        _check_list(path, model.tokenizer, model.tokenizer_revision, model.get_vocab_size())
+
+
+# vLLM makes a configuration several times a start.
+@functools.cache
+def _check_list(path: Path, name: str, revision: str | None, vocabulary: int) -> None:
     from huggingface_hub import hf_hub_download
     from tokenizers import Tokenizer
 
     from vllm_b70.speculation.shortlist import check
 
-    model = config.model_config
     try:
-        file = str(Path(model.tokenizer) / "tokenizer.json")
-        if not Path(model.tokenizer).is_dir():
+        file = str(Path(name) / "tokenizer.json")
+        if not Path(name).is_dir():
             # vLLM fetches the same file a moment later.
-            file = hf_hub_download(
-                model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision
-            )
+            file = hf_hub_download(name, "tokenizer.json", revision=revision)
         tokenizer = Tokenizer.from_file(file)
     except Exception as error:
         raise PolicyError(
             "VLLM_B70_DRAFT_SHORTLIST cannot be honoured: the list must fit the tokenizer.json of "
-            f"{model.tokenizer}, which cannot be read ({error}); leave the variable out."
+            f"{name}, which cannot be read ({error}); leave the variable out."
         ) from error
-    check(path, tokenizer, model.get_vocab_size())
+    check(path, tokenizer, vocabulary)
 
 
 def _draft_without_logits(config: VllmConfig) -> None:

@@ -53,7 +53,7 @@ def read_ids(path: Path, vocabulary: int) -> list[int]:
             none; the message names the line.
     """
     seen: dict[int, int] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -90,7 +90,7 @@ def check(path: Path, tokenizer: Tokenizer, vocabulary: int) -> None:
             token.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ShortlistError(f"the shortlist {path} cannot be read ({error}); {_AGAIN}.") from error
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
@@ -137,7 +137,7 @@ def coverage(tokenizer: Tokenizer, ids: Sequence[int], texts: Iterable[str]) -> 
 def write(path: Path, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
     """Write a list."""
     lines = [f"# vocabulary sha256:{vocabulary_hash(tokenizer)}", *map(str, ids)]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def python_texts(held_out: bool) -> list[Path]:

@@ -84,7 +84,7 @@ def _read(texts: list[Path] | None, held_out: bool) -> Iterator[str]:
         if not path.is_file():
             raise _stop(f"{path} is no file: give text files.")
     for path in track(paths, "tokenising", console=Console(stderr=True), transient=True):
-        yield path.read_text(errors="ignore")
+        yield path.read_text("utf-8", errors="ignore")
 
 
 def _stop(message: str) -> typer.Exit:
