@@ -33,16 +33,18 @@ SHAPES = [(248320, 4096), (65536, 4096)]
 MORE = [(248320, 5120), (65536, 5120)]
 ROWS = [1, 4, 8, 16, 32, 64]
 GROUP = 128
-#: Rows of a tile's bound, and what is tried there: (bn, bm, warps, stages).
-CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
-    8: [(64, 8, 4, 3), (64, 8, 4, 4), (64, 8, 4, 6), (128, 8, 4, 4), (128, 8, 8, 3),
-        (128, 8, 8, 5), (64, 16, 4, 3), (64, 16, 4, 4), (128, 16, 8, 4)],
-    16: [(64, 16, 4, 3), (64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 3),
-         (128, 16, 8, 4), (256, 16, 8, 3), (256, 16, 8, 4)],
-    32: [(64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 3), (128, 32, 8, 4), (128, 32, 4, 3),
-         (256, 32, 8, 3), (256, 32, 8, 4)],
-    64: [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3),
-         (256, 64, 8, 2), (256, 64, 8, 3), (128, 32, 8, 4)],
+#: Rows of a tile's bound, and what is tried there: (bn, bm, warps, stages, unroll).
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int]]] = {
+    8: [(64, 8, 4, 2, 1), (64, 8, 4, 3, 1), (64, 8, 4, 4, 1), (64, 8, 4, 6, 1), (64, 8, 4, 3, 2),
+        (128, 8, 4, 3, 1), (128, 8, 4, 4, 1), (128, 8, 4, 3, 2), (128, 8, 8, 3, 1),
+        (128, 8, 8, 3, 2), (64, 16, 4, 3, 1), (64, 16, 4, 3, 2), (256, 8, 8, 3, 1)],
+    16: [(64, 16, 4, 2, 1), (64, 16, 4, 3, 1), (64, 16, 4, 4, 1), (64, 16, 4, 3, 2),
+         (128, 16, 4, 3, 1), (128, 16, 4, 4, 1), (128, 16, 4, 3, 2), (128, 16, 8, 3, 1),
+         (256, 16, 8, 3, 1), (256, 16, 8, 3, 2)],
+    32: [(64, 32, 4, 3, 1), (64, 32, 4, 4, 1), (128, 32, 8, 3, 1), (128, 32, 8, 4, 1),
+         (128, 32, 4, 3, 1), (128, 32, 4, 3, 2), (256, 32, 8, 3, 1), (256, 32, 8, 3, 2)],
+    64: [(64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 64, 8, 2, 1), (128, 64, 8, 3, 1),
+         (128, 64, 4, 3, 1), (256, 64, 8, 2, 1), (256, 64, 8, 3, 1), (128, 32, 4, 3, 1)],
 }  # fmt: skip
 #: Linears of the 9B's MTP layer, columns by depth.
 LAYER = [(4096, 8192), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
@@ -56,6 +58,11 @@ def weight(columns: int, depth: int, dtype: torch.dtype, seed: int) -> Int4Words
         lambda a, b: torch.randint(0, 16, (b - a, columns), device="cuda", generator=generator),
         depth, columns, scale, None, GROUP, dtype,
     )  # fmt: skip
+
+
+def tile_of(candidate: tuple[int, int, int, int, int]) -> Tile:
+    """The launch that a candidate stands for."""
+    return Tile("walk", *candidate[:4], unroll=candidate[4])
 
 
 def run(x: torch.Tensor, w: Int4Words, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +94,7 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
     """The table's entries for these shapes; stops at the time ``until``."""
     every = sorted({c for found in CANDIDATES.values() for c in found})
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        jobs = [[Tile("walk", *c) for c in every[i::14]] for i in range(14)]
+        jobs = [[tile_of(c) for c in every[i::14]] for i in range(14)]
         for failed in pool.imap_unordered(_compile, jobs):
             for line in failed:
                 print("cannot launch", line, flush=True)
@@ -118,11 +125,10 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
             # The least tile serves single rows too.
             counts = [1, bound] if bound == 8 else [bound]
             timed = sorted(
-                (sum(measure(r, Tile("walk", *c)) for r in counts) / len(counts), c)
-                for c in candidates
+                (sum(measure(r, tile_of(c)) for r in counts) / len(counts), c) for c in candidates
             )
             print(f"{n}x{k} rows {bound}: {[(round(us, 1), *c) for us, c in timed[:3]]}")
-            chosen.append({"rows": bound} | vars(Tile("walk", *timed[0][1])))
+            chosen.append({"rows": bound} | vars(tile_of(timed[0][1])))
         if len(chosen) == len(CANDIDATES):
             table[f"{n}x{k}"] = {"tiles": chosen}
     return table

@@ -14,6 +14,7 @@ TILES = [
     Tile("walk", 64, 16, 4, 6),
     Tile("walk", 128, 16, 8, 4),
     Tile("walk", 256, 32, 8, 3),
+    Tile("walk", 128, 8, 4, 3, unroll=2),
     Tile("walk", 128, 64, 8, 3),
 ]
 
@@ -54,7 +55,7 @@ def test_it_is_the_argmax_of_the_logits(shape, dtype):
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.bn}x{tile.bm}")
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.bn}x{tile.bm}-{tile.unroll}")
 def test_every_tile_with_every_group(tile, group):
     packed, x = head(5000, 1024, torch.bfloat16, group), tensor(65, 1024, torch.bfloat16, 1)
     want = logits(x, packed)

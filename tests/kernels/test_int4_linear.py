@@ -126,7 +126,9 @@ def run_argmax(x, weight, tile, parts=1):
 
 
 @pytest.mark.parametrize(
-    "tile", [*TILES[:4], TILES[5]], ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}"
+    "tile",
+    [*TILES[:4], Tile("walk", 64, 16, 4, 2, unroll=2), TILES[5]],
+    ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
 )
 @pytest.mark.parametrize(
     ("depth", "columns", "group_size", "parts", "dtype"),

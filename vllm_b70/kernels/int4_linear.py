@@ -290,6 +290,7 @@ def _part_weight_left(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """The sum over groups first to last, ascending; [BN, BM] fp32."""
     acc = tl.zeros((BN, BM), tl.float32)
@@ -300,7 +301,7 @@ def _part_weight_left(
     in_n = rows_n < NP
     middle = 0x64086408 if FP16 else 0x43084308
     symmetric = tl.full((BN, 1), middle, tl.int32)
-    for group in range(first, last):
+    for group in tl.range(first, last, loop_unroll_factor=UNROLL):
         if EVEN_N:
             w = tl.load(word_at + group * NP * (GROUP // 8))
             s = tl.load(scale + group * NP + rows_n)
@@ -347,6 +348,7 @@ def _part(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """One part of the K partition: [BM, BN] if LEFT, else [BN, BM]. Shared by both kernels."""
     if LEFT:
@@ -357,7 +359,7 @@ def _part(
     else:
         part = _part_weight_left(
             x, words, scale, offset, rows_n, rows_m, M, NP, K, first, last,
-            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, UNROLL,
         )  # fmt: skip
     return part
 
@@ -368,17 +370,18 @@ def _parts(
     PARTS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, FP16: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The sum over all parts, each by ``_part``, in index order."""
     y = _part(
         x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K, 0, groups // PARTS,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
     )  # fmt: skip
     for i in range(1, PARTS):
         y += _part(
             x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K,
             i * groups // PARTS, (i + 1) * groups // PARTS,
-            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
         )  # fmt: skip
     return y
 
@@ -460,7 +463,7 @@ def split(
     first, last = part * groups // PARTS, (part + 1) * groups // PARTS
     y = _part(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, first, last,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
     )  # fmt: skip
     if PARTS == 1:
         _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
@@ -513,7 +516,7 @@ def walk(
     rows_m = row * BM + tl.arange(0, BM)
     y = _parts(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
     )  # fmt: skip
     _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
 
@@ -539,6 +542,7 @@ def argmax(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """The best column of each row and column tile of a symmetric weight whose K is whole groups.
 
@@ -547,13 +551,14 @@ def argmax(
     Args:
         best: [N / BN, M] int64, the rank of the best column (``linear.rank``) among those of the
             tile; its values are rounded to the dtype of x first, as a row of logits would be.
+        UNROLL: Groups of a step of the loop, which does not change their order; unread if LEFT.
     """
     row, column = tl.program_id(0), tl.program_id(1)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
     y = _parts(
         x, words, scale, words, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
-        GROUP, STEP, BN, BM, FP16, False, EVEN_N, True, PTX, LEFT, BLOCK,
+        GROUP, STEP, BN, BM, FP16, False, EVEN_N, True, PTX, LEFT, BLOCK, UNROLL,
     )  # fmt: skip
     n = rows_n[None, :] if LEFT else rows_n[:, None]
     ranks = rank(y.to(tl.float16 if FP16 else tl.bfloat16).to(tl.float32), n)

@@ -54,6 +54,7 @@ def launch(
             PTX=ptx,
             LEFT=tile.left,
             BLOCK=tile.left and blocks.fits(rows),
+            UNROLL=tile.unroll,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,

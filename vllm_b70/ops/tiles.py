@@ -35,6 +35,7 @@ class Tile:
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
+        unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
     kernel: str
@@ -49,6 +50,7 @@ class Tile:
     left: bool = False
     step: int = 0
     grf: int = 0
+    unroll: int = 1
 
 
 @dataclass(frozen=True)
