@@ -5,6 +5,7 @@
 # Stages (about how long on an H200 with 16 cores, caches filled by earlier ones):
 #   tests    tests/gpu, side by side                                  200 s
 #   gemm     INT4 and 16-bit GEMMs against their peers                150 s
+#   draft    the 4-bit draft head: tiles, its floor, a draft pass     110 s
 #   path     norms and attention                                       60 s
 #   gdn      launches of the gated delta net, and the race            130 s
 #   tiny     zero flips: the tiny 9B, every depth, replicas, stock    300 s
@@ -54,7 +55,7 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_overlap test_repack test_int4_gemm test_gated_delta_net; do
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net; do
     timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
@@ -70,6 +71,14 @@ stage_gemm() {
   timeout 70 python3 benchmarks/bench_linear.py compare --out "$1/linear.json" --seconds 55 \
     >"$1/linear.txt" 2>&1
   grep -h "ratios\|cublas" "$1"/*.txt | cut -c1-160
+}
+
+stage_draft() {
+  timeout 70 python3 benchmarks/bench_draft.py tune --out "$1/tiles.json" --seconds 55 \
+    >"$1/tune.txt" 2>&1
+  timeout 60 python3 benchmarks/bench_draft.py compare --tiles "$1/tiles.json" --dtypes bfloat16 \
+    --out "$1/draft.json" --seconds 45 >"$1/draft.txt" 2>&1
+  grep -h " rows \|^op=\|DIFFERING\|Error" "$1"/*.txt | cut -c1-220
 }
 
 stage_path() {

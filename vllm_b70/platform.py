@@ -254,6 +254,44 @@ def _check_speculation(config: VllmConfig) -> None:
         )
 
 
+def _check_shortlist(config: VllmConfig) -> None:
+    """Refuse a list of draft tokens that is not for this model and its tokenizer."""
+    path, model = current().draft_shortlist, config.model_config
+    if path is not None and config.speculative_config is not None:
+        _check_list(path, model.tokenizer, model.tokenizer_revision, model.get_vocab_size())
+
+
+# vLLM makes a configuration several times a start.
+@functools.cache
+def _check_list(path: Path, name: str, revision: str | None, vocabulary: int) -> None:
+    from huggingface_hub import hf_hub_download
+    from tokenizers import Tokenizer
+
+    from vllm_b70.speculation.shortlist import check
+
+    try:
+        file = str(Path(name) / "tokenizer.json")
+        if not Path(name).is_dir():
+            # vLLM fetches the same file a moment later.
+            file = hf_hub_download(name, "tokenizer.json", revision=revision)
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:
+        raise PolicyError(
+            "VLLM_B70_DRAFT_SHORTLIST cannot be honoured: the list must fit the tokenizer.json of "
+            f"{name}, which cannot be read ({error}); leave the variable out."
+        ) from error
+    check(path, tokenizer, vocabulary)
+
+
+def _draft_without_logits(config: VllmConfig) -> None:
+    """Ask for greedy draft tokens and not for rows of logits, unless something needs the rows."""
+    speculative = config.speculative_config
+    if speculative is None or getattr(speculative, "enable_adaptive_verification", False):
+        return
+    if speculative.draft_sample_method == "greedy":
+        speculative.use_local_argmax_reduction = True
+
+
 class ExactPolicy:
     """Mixin over a platform class of vLLM: what every device has in common."""
 
@@ -279,6 +317,8 @@ class ExactPolicy:
         # Before vLLM's own policy, which overwrites some of what the user chose.
         cls.check_device_choices(vllm_config)
         check_choices(vllm_config)
+        _check_shortlist(vllm_config)
+        _draft_without_logits(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
@@ -320,6 +360,7 @@ class ExactPolicy:
             Row("prefix caching", "off", "a cached prefix ends where another prompt did"),
             Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
             Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
+            *_drafting(config),
             *cls.device_policy(config),
         ]
 
@@ -509,6 +550,20 @@ def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
     return Row("linears", "row-invariant", "one order of addition for every row count")
+
+
+def _drafting(config: VllmConfig) -> list[Row]:
+    settings = current()
+    chosen = (settings.draft_head, settings.draft_layer)
+    if config.speculative_config is None:
+        return [Row("drafting", "none", "the switches VLLM_B70_DRAFT_* have nothing to act on")]
+    head = "lm_head itself" if chosen[0] == "none" else f"int4, group {settings.draft_head_group}"
+    tokens = "all tokens" if settings.draft_shortlist is None else str(settings.draft_shortlist)
+    layer = "as loaded" if chosen[1] == "none" else "int4"
+    return [
+        Row("draft head", head, f"{tokens}; a copy, the target keeps its own"),
+        Row("draft layer", layer, "drafts are proposals: no choice here changes a token"),
+    ]
 
 
 def _show(rows: list[Row], caution: str | None) -> None:

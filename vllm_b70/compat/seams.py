@@ -21,8 +21,7 @@ class Seam:
         name: Dotted name inside the module.
         uses: Parameters of the callable, or fields of the dataclass, that our code depends on.
         why: What hooks in here.
-        worker: It is checked in workers on a GPU only, because it imports what other processes do
-            without.
+        worker: It is checked in workers only, because it imports what other processes do without.
     """
 
     module: str
@@ -130,6 +129,20 @@ SEAMS: dict[str, Seam] = {
         "LogitsProcessor.get_top_tokens",
         ("self", "lm_head", "hidden_states", "embedding_bias"),
         "layers.logits_processor takes the argmax inside the lm_head's GEMM",
+    ),
+    "mtp_logits": Seam(
+        "vllm.model_executor.models.qwen3_5_mtp",
+        "Qwen3_5MTP.compute_logits",
+        ("self", "hidden_states", "spec_step_idx"),
+        "layers.draft_model drafts from a head of its own",
+        worker=True,
+    ),
+    "mtp_top_tokens": Seam(
+        "vllm.model_executor.models.interfaces",
+        "LocalArgmaxMixin.get_top_tokens",
+        ("self", "hidden_states"),
+        "layers.draft_model drafts from a head of its own",
+        worker=True,
     ),
     "mp_kernel_config": Seam(
         "vllm.model_executor.kernels.linear.mixed_precision",

@@ -236,7 +236,7 @@ def walk(
 
 
 @triton.jit
-def _rank(value, column):
+def rank(value, column):
     """An int64 that orders (value, column) as argmax does: NaN first, then the larger value, then
     the lower column; the two zeros are equal."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
@@ -268,7 +268,7 @@ def argmax(
     the weight in the cache; else as ``split``.
 
     Args:
-        best: [N / BN, M] int64, the rank of the best column (``_rank``) among those of the tile.
+        best: [N / BN, M] int64, the rank of the best column (``rank``) among those of the tile.
         DTYPE: What the logits are rounded to before they are compared, so that columns tie exactly
             where the row of logits would.
     """
@@ -277,7 +277,7 @@ def argmax(
     m, n, _ = _tile_offsets(row, column, N, BN, BM, SWAP)
     if BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    ranks = _rank(y.to(DTYPE).to(tl.float32), n)
+    ranks = rank(y.to(DTYPE).to(tl.float32), n)
     # Below every rank of a column: the lowest order of a value is that of minus infinity.
     ranks = tl.where(n < N, ranks, -0x8000000000000000)
     rows_m = row + tl.arange(0, BM)
@@ -305,8 +305,8 @@ def best_of(best, value, index, M, tiles, BLOCK: tl.constexpr):
             best + at.to(tl.int64) * M + row, mask=at < tiles, other=-0x8000000000000000
         )
         found = tl.maximum(found, ranks)
-    rank = tl.max(found, axis=0)
-    order = (rank >> 32).to(tl.int32)
+    top = tl.max(found, axis=0)
+    order = (top >> 32).to(tl.int32)
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     tl.store(value + row, bits.to(tl.float32, bitcast=True))
-    tl.store(index + row, 0x7FFFFFFF - (rank & 0xFFFFFFFF))
+    tl.store(index + row, 0x7FFFFFFF - (top & 0xFFFFFFFF))

@@ -209,7 +209,7 @@ def launch_argmax(
     columns, depth = weight.shape
     column_tiles = -(-columns // tile.bn)
     # Many rows go in pieces, so that the workspace stays bounded.
-    piece = max(tile.bm, split.WORKSPACE // (8 * column_tiles) // tile.bm * tile.bm)
+    piece = split.rows_at_once(tile.bm, column_tiles)
     for first in range(0, x.shape[0], piece):
         rows = x[first : first + piece]
         count = rows.shape[0]

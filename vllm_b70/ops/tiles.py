@@ -38,6 +38,7 @@ class Tile:
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
         overlap: It may start while the kernel before it ends, where the device can. That saves the
             time of a launch, and costs room while the kernel before it still runs.
+        unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
     kernel: str
@@ -53,6 +54,7 @@ class Tile:
     step: int = 0
     grf: int = 0
     overlap: bool = False
+    unroll: int = 1
 
 
 @dataclass(frozen=True)
