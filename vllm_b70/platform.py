@@ -19,7 +19,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_b70 import plugin
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
-from vllm_b70.chunk_grid import GRID, least_batched_tokens
+from vllm_b70.chunk_grid import GRID, least_batched_tokens, most_blocks
 from vllm_b70.settings import current
 from vllm_b70.speculation.schedule import check_schedule
 
@@ -468,6 +468,7 @@ class GpuPolicy(ExactPolicy):
                 "the kernels are 16-bit",
                 "use --dtype bfloat16 or float16",
             )
+        _check_chunk_offsets(config)
         compilation = config.compilation_config
         if compilation.mode not in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
             _refuse(
@@ -544,6 +545,24 @@ class GpuPolicy(ExactPolicy):
             Row("cudagraph_mode", compilation.cudagraph_mode.name, "prompts run without a graph"),
             Row("capture sizes", f"{len(sizes)} to {max(sizes, default=0)} rows", "of a decode"),
         ]
+
+
+def _check_chunk_offsets(config: VllmConfig) -> None:
+    """vLLM's chunked kernels find the state before each block of a step by a 32-bit offset."""
+    text = getattr(config.model_config, "hf_text_config", None)
+    if text is None or not hasattr(text, "linear_num_value_heads"):
+        return
+    scheduler = config.scheduler_config
+    budget, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    state = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
+    blocks, limit = most_blocks(budget, sequences), 2**31 // state
+    if blocks > limit:
+        _refuse(
+            f"--max-num-batched-tokens {budget}",
+            f"with {sequences} sequences a step may hold {blocks} blocks of {GRID} prompt tokens, "
+            f"and the chunked kernels address the states of {limit} of this model's",
+            f"lower it to {limit * GRID - sequences * (GRID - 1)} or less",
+        )
 
 
 def _linears() -> Row:

@@ -109,6 +109,25 @@ def test_what_is_refused_by_name(change, sentence):
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("heads", "most"), [(32, 4096 * 64), (48, 2730 * 64)])
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_a_budget_whose_states_do_not_fit_32_bits_is_refused(heads, most, sequences):
+    """The last block's last head begins below 2**31 values, and one more block's would not."""
+    text = types.SimpleNamespace(
+        linear_num_value_heads=heads, linear_key_head_dim=128, linear_value_head_dim=128
+    )
+    model = types.SimpleNamespace(dtype=torch.float16, hf_text_config=text)
+
+    def check(budget):
+        scheduler = types.SimpleNamespace(max_num_batched_tokens=budget, max_num_seqs=sequences)
+        Policy.check_device_choices(config(model_config=model, scheduler_config=scheduler))
+
+    fits = most - 63 * sequences
+    check(fits)
+    with pytest.raises(platform.PolicyError, match=f"lower it to {fits} or less"):
+        check(most + 64)
+
+
 @pytest.mark.parametrize("chosen", [None, Backend.TRITON_ATTN])
 def test_attention_is_ours_whatever_else_is_installed(chosen):
     name = Policy.get_attn_backend_cls(chosen, selector())
