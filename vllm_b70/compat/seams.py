@@ -266,6 +266,20 @@ SEAMS: dict[str, Seam] = {
         "layers.attention builds its own metadata from the same fields",
         worker=True,
     ),
+    "all_reduce": Seam(
+        "vllm.distributed.device_communicators.xpu_communicator",
+        "XpuCommunicator.all_reduce",
+        ("self", "input_"),
+        "layers.communicator adds in rank order",
+        worker=True,
+    ),
+    "all_gather": Seam(
+        "vllm.distributed.device_communicators.xpu_communicator",
+        "XpuCommunicator.all_gather",
+        ("self", "input_", "dim"),
+        "layers.communicator adds up what it gathers",
+        worker=True,
+    ),
     "speculative_config": Seam(
         "vllm.engine.arg_utils",
         "EngineArgs.create_speculative_config",
