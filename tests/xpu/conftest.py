@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def environment(**changes: str) -> dict[str, str]:
     """The variables of a process on the machine with two cards."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_B70", "XPU_STUB"))}
-    path = os.pathsep.join([str(STUBS), str(ROOT)])
+    path = os.pathsep.join([str(STUBS), str(STUBS.parent), str(ROOT)])
     return kept | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"} | changes
 
 

@@ -140,6 +140,19 @@ def has_mtp_head(directory: Path) -> bool:
     return any(name.startswith("mtp.") for name in _read_headers(directory))
 
 
+def weight_bytes(directory: Path) -> int:
+    """Bytes of all tensors, a vision tower left out: served with ``--language-model-only``.
+
+    Raises:
+        CheckpointError: a safetensors file cannot be read.
+    """
+    return sum(
+        tensor.end - tensor.start
+        for name, tensor in _read_headers(directory).items()
+        if ".visual." not in f".{name}"
+    )
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
