@@ -179,7 +179,7 @@ def _check_scheduler(config: VllmConfig) -> None:
 
 #: What the layers were written for and tested with.
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin")
+QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin", "inc")
 
 
 def _check_model(config: VllmConfig) -> None:
@@ -201,7 +201,7 @@ def _check_model(config: VllmConfig) -> None:
     if model.quantization not in QUANTIZATIONS:
         _refuse(
             f"--quantization {model.quantization}",
-            "only 4-bit compressed-tensors and GPTQ weights have an exact kernel",
+            "only 4-bit compressed-tensors, GPTQ and AutoRound weights have an exact kernel",
             "use such a checkpoint, or one that is not quantised",
         )
     if model.head_dtype != model.dtype:

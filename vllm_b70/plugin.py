@@ -72,10 +72,11 @@ def register() -> None:
     _check_platform()
 
     from vllm_b70 import layers
-    from vllm_b70.compat import mtp_head, seams
+    from vllm_b70.compat import auto_round, mtp_head, seams
 
     seams.require(*(name for name, seam in seams.SEAMS.items() if not seam.worker))
     mtp_head.apply()
+    auto_round.apply()
     layers.register(settings)
     _registered = True
 

@@ -280,6 +280,28 @@ SEAMS: dict[str, Seam] = {
         "layers.communicator adds up what it gathers",
         worker=True,
     ),
+    "auto_round_scheme": Seam(
+        "vllm.model_executor.layers.quantization.inc.schemes.inc_wna16_scheme",
+        "INCWna16Scheme.get_linear_method",
+        ("self", "config", "layer", "prefix", "layer_config"),
+        "compat.auto_round replaces the choice of a kernel",
+    ),
+    "gptq_config": Seam(
+        "vllm.model_executor.layers.quantization.auto_gptq",
+        "AutoGPTQConfig.__init__",
+        (
+            "self",
+            "weight_bits",
+            "group_size",
+            "desc_act",
+            "is_sym",
+            "lm_head_quantized",
+            "dynamic",
+            "full_config",
+            "modules_in_block_to_quantize",
+        ),
+        "compat.auto_round gives AutoRound layers the method of GPTQ layers",
+    ),
     "speculative_config": Seam(
         "vllm.engine.arg_utils",
         "EngineArgs.create_speculative_config",
