@@ -16,8 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 def environment(**changes: str) -> dict[str, str]:
     """The variables of a process on the machine with two cards."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_B70", "XPU_STUB"))}
-    path = os.pathsep.join([str(STUBS), str(STUBS.parent), str(ROOT)])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_B70")}
+    # Another vLLM's Python files, from scripts/vllm_sources.sh, stand before the installed ones.
+    sources = os.environ.get("XPU_STUB_SOURCES", "")
+    path = os.pathsep.join(filter(None, [sources, str(STUBS), str(STUBS.parent), str(ROOT)]))
     return kept | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"} | changes
 
 

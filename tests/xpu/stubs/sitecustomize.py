@@ -4,11 +4,17 @@ Only what vLLM and the plugin ask of a device before a kernel runs, and the name
 of ``vllm_xpu_kernels``. ``machine`` makes it another one.
 """
 
+import os
 import sys
 import types
 
 import torch
 import triton.backends
+
+if os.environ.get("XPU_STUB_SOURCES"):
+    from vllm_b70.compat import versions
+
+    versions.SUPPORTED = (*versions.SUPPORTED, versions.installed_vllm().rpartition(".")[0])
 
 GIB = 2**30
 PROPERTIES = {
