@@ -70,13 +70,17 @@ def _cards(device: str, memory: list[tuple[int, int]]) -> Iterator[Finding]:
     for index, (free, total) in enumerate(memory):
         properties = torch.get_device_module(device).get_device_properties(index)
         names.add(properties.name)
-        driver = getattr(properties, "driver_version", torch.version.cuda)
+        driver = (
+            f"driver {properties.driver_version}"
+            if device == "xpu"
+            else f"torch for CUDA {torch.version.cuda}"
+        )
         known = device == "cuda" or any(card in properties.name for card in BATTLEMAGE)
         yield Finding(
             "devices",
             f"{device}:{index}",
             Severity.ok if known else Severity.warning,
-            f"{properties.name}, {total / GIB:.0f} GiB, {free / GIB:.0f} GiB free, driver {driver}",
+            f"{properties.name}, {total / GIB:.0f} GiB, {free / GIB:.0f} GiB free, {driver}",
             "" if known else "kernels are compiled for Battlemage; compare with `vllm-b70 verify`",
         )
     if len(names) > 1:
