@@ -78,6 +78,33 @@ def check(
     typer.echo(f"{directory}: nothing wrong found")
 
 
+@app.command("doctor")
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint whose memory to work out.")] = None,
+    users: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
+    depth: Annotated[int, typer.Option(help="Drafts a step.", min=0)] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a request.", min=1)] = 8192,
+    cards: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine, its software and its settings mean for the exact route.
+
+    Exit status: 0 nothing worse than a note; 1 a warning; 2 an error.
+    """
+    from vllm_b70.doctor import report
+
+    findings = report.examine(model, users, depth, tokens, cards)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report.as_json(findings), indent=1))
+    else:
+        from rich.console import Console
+
+        Console().print(report.as_table(findings))
+    raise typer.Exit(report.STATUS[report.worst(findings)])
+
+
 def _fail(error: Exception) -> int:
     typer.echo(f"vllm-b70: {error}", err=True)
     return 2

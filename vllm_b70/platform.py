@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import builtin_platform_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_b70 import plugin
+from vllm_b70 import plugin, xpu
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
 from vllm_b70.chunk_grid import GRID, least_batched_tokens, most_blocks
 from vllm_b70.settings import current
@@ -36,6 +36,7 @@ SCHEDULERS = {
 STOCK_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 CPU_ATTENTION = "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
 GPU_ATTENTION = "vllm_b70.layers.attention.RowInvariantAttentionBackend"
+XPU_COMMUNICATOR = "vllm_b70.layers.communicator.RankOrderXpuCommunicator"
 
 
 class PolicyError(ValueError):
@@ -63,8 +64,12 @@ def _max_draft_depth(config: VllmConfig) -> int:
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
 
-def check_choices(config: VllmConfig) -> None:
+def check_choices(config: VllmConfig, cards: tuple[int, ...] = (1,)) -> None:
     """Refuse what the exact route does not cover, by name.
+
+    Args:
+        config: vLLM's configuration.
+        cards: The tensor-parallel sizes that the device's route covers.
 
     Raises:
         PolicyError: One sentence with the setting, the reason and what to do.
@@ -110,13 +115,20 @@ def check_choices(config: VllmConfig) -> None:
             "use float32",
         )
     parallel = config.parallel_config
-    for setting, size in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
-    ):
+    for kind in ("pipeline", "data", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{kind}_parallel_size")
         if size > 1:
-            _refuse(f"{setting} {size}", "the exact route covers one worker", "leave it at 1")
+            _refuse(
+                f"--{kind.replace('_', '-')}-parallel-size {size}",
+                "the exact route covers one worker a card and one replica",
+                "leave it at 1",
+            )
+    if parallel.tensor_parallel_size not in cards:
+        _refuse(
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}",
+            "the sum over so many cards has no exact form on this device",
+            f"use {' or '.join(map(str, cards))}",
+        )
     if cache.mamba_cache_dtype not in ("auto", own):
         _refuse(
             f"--mamba-cache-dtype {cache.mamba_cache_dtype}",
@@ -173,7 +185,7 @@ def _check_scheduler(config: VllmConfig) -> None:
 
 #: What the layers were written for and tested with.
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin")
+QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin", "inc")
 
 
 def _check_model(config: VllmConfig) -> None:
@@ -195,7 +207,7 @@ def _check_model(config: VllmConfig) -> None:
     if model.quantization not in QUANTIZATIONS:
         _refuse(
             f"--quantization {model.quantization}",
-            "only 4-bit compressed-tensors and GPTQ weights have an exact kernel",
+            "only 4-bit compressed-tensors, GPTQ and AutoRound weights have an exact kernel",
             "use such a checkpoint, or one that is not quantised",
         )
     if model.head_dtype != model.dtype:
@@ -299,6 +311,8 @@ class ExactPolicy:
     vllm_b70 = True
     #: What a user of this device has to know before relying on it; logged under the table.
     caution: str | None = None
+    #: How many cards the route covers.
+    cards: tuple[int, ...] = (1,)
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -316,7 +330,7 @@ class ExactPolicy:
             )
         # Before vLLM's own policy, which overwrites some of what the user chose.
         cls.check_device_choices(vllm_config)
-        check_choices(vllm_config)
+        check_choices(vllm_config, cls.cards)
         _check_shortlist(vllm_config)
         _draft_without_logits(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
@@ -565,6 +579,76 @@ def _check_chunk_offsets(config: VllmConfig) -> None:
         )
 
 
+class XpuPolicy(GpuPolicy):
+    """What the route on an XPU needs besides, and what it lacks there."""
+
+    caution = (
+        "the exact route was never run on an XPU: its kernels are compiled for Battlemage and "
+        "compared bit for bit in Triton's interpreter, no more; docs/b70.md says how to find out "
+        "what your card does with it"
+    )
+    cards = (1, 2)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is None and _no_graphs(vllm_config) is not None:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+        super().apply_config_platform_defaults(vllm_config)
+
+    @classmethod
+    def check_device_choices(cls, config: VllmConfig) -> None:
+        from vllm.config import CUDAGraphMode
+
+        for need in xpu.needs(config.parallel_config.tensor_parallel_size):
+            if not need.met:
+                _refuse(f"an XPU server without {need.what}", f"found {need.found}", need.remedy)
+        offload = config.offload_config
+        if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+            _refuse(
+                "weights offloaded to the host",
+                "the kernels load rectangles of device memory",
+                "leave --cpu-offload-gb and --offload-group-size out",
+            )
+        # vLLM would switch graphs off with a warning.
+        graphs = config.compilation_config.cudagraph_mode
+        why = _no_graphs(config)
+        if graphs not in (None, CUDAGraphMode.NONE) and why is not None:
+            _refuse(f"cudagraph_mode {graphs.name}", *why)
+        super().check_device_choices(config)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return XPU_COMMUNICATOR
+
+    @classmethod
+    def device_policy(cls, config: VllmConfig) -> list[Row]:
+        rows = super().device_policy(config)
+        cards = config.parallel_config.tensor_parallel_size
+        if cards > 1:
+            rows.append(
+                Row(
+                    "all-reduce",
+                    "rank order",
+                    f"gathered, added in fp32, rounded once; each card cuts K of its own shard, so "
+                    f"{cards} cards and one may differ",
+                )
+            )
+        return rows
+
+
+def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
+    """Why vLLM would not capture graphs on an XPU, and what to do; None if it would."""
+    need = xpu.graphs()
+    if not need.met:
+        return f"found {need.found}", need.remedy
+    if config.model_config is not None and config.model_config.enable_sleep_mode:
+        return "vLLM has no XPU graphs in sleep mode", "leave one of them out"
+    return None
+
+
 def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
@@ -603,7 +687,11 @@ def _show(rows: list[Row], caution: str | None) -> None:
 
 
 #: Our platform classes: the mixin, and which of vLLM's resolvers names the class under it.
-PLATFORMS = {"B70CpuPlatform": (CpuPolicy, "cpu"), "B70CudaPlatform": (GpuPolicy, "cuda")}
+PLATFORMS: dict[str, tuple[type[ExactPolicy], str]] = {
+    "B70CpuPlatform": (CpuPolicy, "cpu"),
+    "B70CudaPlatform": (GpuPolicy, "cuda"),
+    "B70XpuPlatform": (XpuPolicy, "xpu"),
+}
 
 
 @functools.cache

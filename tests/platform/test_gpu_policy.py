@@ -153,7 +153,12 @@ def test_the_table_says_how_decodes_are_captured():
 
 @pytest.mark.parametrize(
     ("built_for", "name"),
-    [("cpu", "B70CpuPlatform"), ("cuda", "B70CudaPlatform"), ("xpu", None), ("rocm", None)],
+    [
+        ("cpu", "B70CpuPlatform"),
+        ("cuda", "B70CudaPlatform"),
+        ("xpu", "B70XpuPlatform"),
+        ("rocm", None),
+    ],
 )
 def test_the_platform_class_follows_the_device(built_for, name, monkeypatch):
     import vllm.platforms as vllm_platforms

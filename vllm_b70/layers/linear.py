@@ -134,7 +134,8 @@ def _out_of_tree(base: type, stock: type, method: type) -> type:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        if type(self.quant_method) is stock:
+        # AutoRound's configuration gives a plain lm_head the method of a plain linear.
+        if type(self.quant_method) in (stock, vllm_linear.UnquantizedLinearMethod):
             self.quant_method = method()
         check_method(self)
 
