@@ -23,11 +23,15 @@ def _switch(name: str, value: str) -> bool:
     return value == "1"
 
 
-def _linear(name: str, value: str) -> str:
-    allowed = ("exact", "naive")
-    if value not in allowed:
-        raise SettingsError(f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}.")
-    return value
+def _one_of(*allowed: str) -> Callable[[str, str], str]:
+    def parse(name: str, value: str) -> str:
+        if value not in allowed:
+            raise SettingsError(
+                f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}."
+            )
+        return value
+
+    return parse
 
 
 def _file(name: str, value: str) -> Path:
@@ -57,8 +61,14 @@ SWITCHES: dict[str, Switch] = {
     "VLLM_B70_LINEAR": Switch(
         "linear",
         "exact",
-        _linear,
+        _one_of("exact", "naive"),
         "exact: row-invariant kernels; naive: dequantise and call BLAS, the control that must fail",
+    ),
+    "VLLM_B70_CENSUS": Switch(
+        "census",
+        "strict",
+        _one_of("strict", "warn", "off"),
+        "strict: an op that the census at start finds inexact stops the server; warn; off",
     ),
     "VLLM_B70_STEP_TRACE": Switch(
         "step_trace",
@@ -76,11 +86,13 @@ class Settings:
     Attributes:
         enabled: The plugin's route is on.
         linear: ``exact`` or ``naive`` (a control, never for serving).
+        census: ``strict``, ``warn`` or ``off``.
         step_trace: File for the scheduler's step trace, or None.
     """
 
     enabled: bool = False
     linear: str = "exact"
+    census: str = "strict"
     step_trace: Path | None = None
 
     @classmethod

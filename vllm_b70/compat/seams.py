@@ -94,6 +94,13 @@ SEAMS: dict[str, Seam] = {
         ),
         "scheduling.scheduler keeps chunks that images cut short on the grid",
     ),
+    "norms_and_rotary": Seam(
+        "vllm.model_executor.models.qwen3_next",
+        "Qwen3NextAttention._project_qkv_gate",
+        ("self", "qkv", "positions"),
+        "census.path certifies what attention does between its projection and its kernel",
+        worker=True,
+    ),
     "gdn_projection": Seam(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
         "QwenGatedDeltaNetAttention._output_projection",
