@@ -8,7 +8,9 @@ from vllm_b70.settings import SWITCHES, Settings, SettingsError, is_on
 
 
 def test_defaults_are_off():
-    assert Settings.from_env({}) == Settings(enabled=False, linear="exact", step_trace=None)
+    assert Settings.from_env({}) == Settings(
+        enabled=False, linear="exact", census="strict", step_trace=None
+    )
 
 
 def test_every_switch_has_a_field_and_the_documented_default():
@@ -26,11 +28,12 @@ def test_good_values(tmp_path):
         {
             "VLLM_B70": "1",
             "VLLM_B70_LINEAR": "naive",
+            "VLLM_B70_CENSUS": "warn",
             "VLLM_B70_STEP_TRACE": str(tmp_path / "trace.jsonl"),
             "VLLM_PLUGINS": "other",
         }
     )
-    assert settings == Settings(True, "naive", tmp_path / "trace.jsonl")
+    assert settings == Settings(True, "naive", "warn", tmp_path / "trace.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,7 @@ def test_good_values(tmp_path):
         ("VLLM_B70", "01", "1 (on) or 0 (off)"),
         ("VLLM_B70_LINEAR", "fast", "exact, naive"),
         ("VLLM_B70_LINEAR", "", "exact, naive"),
+        ("VLLM_B70_CENSUS", "1", "strict, warn, off"),
         ("VLLM_B70_STEP_TRACE", "", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "trace.jsonl", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "/nonexistent-folder/trace", "folder must exist"),

@@ -329,17 +329,16 @@ class _Finder:
         """The greedy token and its logprobs, as the model runner takes them."""
         columns = self.config.model_config.get_vocab_size()
         if self.config.use_v2_model_runner:
-            from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-            from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+            from vllm.v1.worker.gpu.sample import gumbel, logprob
 
             def run(x: torch.Tensor) -> Tensors:
                 zeros = torch.zeros(len(x), device=x.device)
                 index = torch.arange(len(x), device=x.device).int()
-                tokens = gumbel_sample(
+                tokens = gumbel.gumbel_sample(
                     x, index, zeros, zeros.long(), index.long(), apply_temperature=False,
                     is_drafting=False,
                 )  # fmt: skip
-                scores = compute_topk_scores(x, 20, tokens)
+                scores = logprob.compute_topk_scores(x, 20, tokens)
                 return tokens, scores.logprob_token_ids, scores.logprobs
         else:
             from vllm.v1.sample.sampler import Sampler

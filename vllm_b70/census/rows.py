@@ -18,6 +18,9 @@ ALWAYS = 17
 #: Row counts that are tried if the op is not too large: all up to here, and above that one in each
 #: run of so many.
 DENSE, STRIDE = 32, 16
+#: Rows of an input that are compared at each row count, so that calls of few rows show what a
+#: rounding hides in most of them.
+COMPARED = 32
 #: Multiplications that one input of an op may cost, and what a call costs however small it is;
 #: larger ops are tried at fewer row counts.
 WORK, CALL = {"cpu": 2**28}, {"cpu": 2**22}
@@ -98,10 +101,14 @@ def judge_rows(probe: RowProbe) -> Verdict:
         whole = probe.run(*_rows(x, slice(None)))
         tally.calls += 1
         for i, count in enumerate(counts):
-            first = 0 if seed == SEEDS[0] else (most - count) * (7 * i % 11) // 10
-            where = slice(first, first + count)
-            got = probe.run(*_rows(x, where))
-            tally.compare(got, _rows(whole, where), "{} rows", count)
+            for j in range(-(-min(COMPARED, most) // count)):
+                # One after the other from the start, and all over the place.
+                first = min(j * count, most - count)
+                if seed != SEEDS[0]:
+                    first = (most - count) * ((7 * i + 5 * j) % 32) // 31
+                where = slice(first, first + count)
+                got = probe.run(*_rows(x, where))
+                tally.compare(got, _rows(whole, where), "{} rows", count)
         generator = torch.Generator().manual_seed(seed)
         for count in sorted({most, counts[len(counts) // 2], counts[-len(counts) // 4]}):
             order = torch.randperm(most, generator=generator)[:count].to(probe.device)

@@ -26,7 +26,7 @@ TAIL = 24
 #: The widest step of a request, a verification of 16 drafts.
 WIDEST = 17
 #: Rows that the steps in company may have together, and streams that are tried at every width.
-WORK, EVERY_WIDTH = {"cpu": 500}, {"cpu": 1}
+WORK, EVERY_WIDTH = {"cpu": 1500}, {"cpu": 1}
 WORK_GPU = 12000
 
 Tensors = tuple[torch.Tensor, ...]
