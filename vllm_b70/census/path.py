@@ -36,7 +36,7 @@ Tensors = tuple[torch.Tensor, ...]
 #: Leaf modules that compute nothing by themselves, or look rows up.
 IDLE = (
     "VocabParallelEmbedding", "ParallelLMHead", "ChunkGatedDeltaRule", "ApplyRotaryEmb",
-    "PPMissingLayer", "Identity", "UnfusedMMInputNorm",
+    "PPMissingLayer", "Identity",
 )  # fmt: skip
 
 

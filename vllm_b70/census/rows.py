@@ -24,7 +24,7 @@ COMPARED = 32
 #: Multiplications that one input of an op may cost, and what a call costs however small it is;
 #: larger ops are tried at fewer row counts.
 WORK, CALL = {"cpu": 2**28}, {"cpu": 2**22}
-WORK_GPU, CALL_GPU = 2**43, 2**32
+WORK_GPU, CALL_GPU = 2**43, 2**35
 #: Bytes that the inputs of a call, or its results, may have; the judge holds a few times as much.
 MEMORY = 2**29
 
