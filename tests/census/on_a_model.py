@@ -172,7 +172,7 @@ def main(model, device, repeats, plants):
 
     begun = time.perf_counter()
     options = {} if device == "cpu" else {
-        "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.2, "max_num_seqs": 64,
         "max_num_batched_tokens": 8192, "max_model_len": 4096,
     }  # fmt: skip
     worker, config = load(model, **options)

@@ -91,7 +91,7 @@ class LayerSession:
     ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
         tokens = [piece.tokens for piece in pieces] + [0] * padding
         ends = [piece.first + piece.tokens for piece in pieces] + [0] * padding
-        in_prompt = [piece.first < piece.prompt for piece in pieces] + [False] * padding
+        flags = torch.tensor([p.first < p.prompt for p in pieces] + [False] * padding)
         starts = torch.tensor([0, *accumulate(tokens)], dtype=torch.int32)
         table = torch.zeros((len(tokens), self.units), dtype=torch.int32)
         table[: len(pieces)] = self.table[[piece.slot for piece in pieces]]
@@ -110,8 +110,9 @@ class LayerSession:
             max_seq_len=longest,
             block_table_tensor=table.to(self.device),
             slot_mapping=slots,
-            is_prefilling=torch.tensor(in_prompt),
-            seq_lens_cpu_upper_bound=lengths,
+            is_prefilling=flags,
+            # vLLM's host takes every draft for accepted.
+            seq_lens_cpu_upper_bound=lengths + 9 * ~flags,
         ), slots
 
 
