@@ -18,8 +18,8 @@ ALWAYS = 17
 #: Row counts that are tried if the op is not too large: all up to here, and above that one in each
 #: run of so many.
 DENSE, STRIDE = 32, 16
-#: Rows of an input that are compared at each row count, so that calls of few rows show what a
-#: rounding hides in most of them.
+#: Rows that are compared at each row count, of all inputs together, so that calls of few rows show
+#: what a rounding hides in most of them.
 COMPARED = 32
 #: Multiplications that one input of an op may cost, and what a call costs however small it is;
 #: larger ops are tried at fewer row counts.
@@ -101,7 +101,7 @@ def judge_rows(probe: RowProbe) -> Verdict:
         whole = probe.run(*_rows(x, slice(None)))
         tally.calls += 1
         for i, count in enumerate(counts):
-            for j in range(-(-min(COMPARED, most) // count)):
+            for j in range(-(-min(COMPARED // len(SEEDS) + 1, most) // count)):
                 # One after the other from the start, and all over the place.
                 first = min(j * count, most - count)
                 if seed != SEEDS[0]:
