@@ -20,10 +20,11 @@ def stock(models, probe, config):
     if probe.op == "int4_linear":
         return "Machete", [(ops, "int4_gemm", machete)]
     if "rms_norm" in probe.op:
-        name = "RMSNormGated" if probe.op == "gated_rms_norm" else "GemmaRMSNorm"
-        from vllm.model_executor.layers import layernorm
+        from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
 
-        method = getattr(layernorm, name).forward_cuda
+        name, method = "GemmaRMSNorm", GemmaRMSNorm.forward_native  # its CUDA method calls this one
+        if probe.op == "gated_rms_norm":
+            name, method = "RMSNormGated", RMSNormGated.forward_cuda
         return "vLLM's norm", [
             (m, "_forward_method", functools.partial(method, m)) for m in modules(models, name)
         ]

@@ -20,10 +20,9 @@ from vllm_b70.checkpoints.tiny import make_tiny
 from vllm_b70.ops import gemm
 
 ROOT = Path(__file__).resolve().parents[2]
-STOCK = {
-    "linear", "lm_head", "int4_linear", "gated_rms_norm", "gemma_rms_norm", "add_gemma_rms_norm",
-    "attention", "gated_delta_net",
-}  # fmt: skip
+#: Ops whose stock form changes bits with the rows of a step at some of the shapes here. vLLM's
+#: norms are asked too, and printed; nothing is known that they must fail.
+STOCK = {"linear", "int4_linear", "attention", "gated_delta_net"}
 
 
 def run(model, repeats, plants):
@@ -66,8 +65,10 @@ def test_the_models_widths_and_every_plant(shape, tmp_path):
     for r in results:
         if r["case"] == "stock":
             stock[r["op"]].append(r["exact"])
-    assert set(stock) == STOCK
-    assert [op for op, exact in stock.items() if all(exact)] == [], "not caught at any shape"
+    assert {"gated_rms_norm", "gemma_rms_norm", "add_gemma_rms_norm", "lm_head"} | STOCK == set(
+        stock
+    )
+    assert [op for op in STOCK if all(stock[op])] == [], "not caught at any shape"
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("ct", "9b"), ("gptq", "27b")])
