@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_b70.compat.seams import require
 from vllm_b70.settings import current
 
 #: vLLM's worker classes and ours over them.
@@ -44,6 +45,7 @@ class CensusMixin:
 
 @functools.cache
 def _worker(name: str) -> type:
+    require("worker_load")
     base = next(stock for stock, ours in WORKERS.items() if ours.rpartition(".")[2] == name)
     members = {"__module__": __name__, "__qualname__": name, "__doc__": f"{base}, certified."}
     return type(name, (CensusMixin, resolve_obj_by_qualname(base)), members)

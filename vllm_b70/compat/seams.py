@@ -94,6 +94,13 @@ SEAMS: dict[str, Seam] = {
         ),
         "scheduling.scheduler keeps chunks that images cut short on the grid",
     ),
+    "worker_load": Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.load_model",
+        ("self", "load_dummy_weights"),
+        "census.worker takes the census when it is done",
+        worker=True,
+    ),
     "norms_and_rotary": Seam(
         "vllm.model_executor.models.qwen3_next",
         "Qwen3NextAttention._project_qkv_gate",
