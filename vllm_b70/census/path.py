@@ -54,7 +54,7 @@ class Unknown:
 
 
 def find(models: list[torch.nn.Module], config: VllmConfig, device: torch.device) -> list[Probe]:
-    """All distinct probes of some models, largest models' first.
+    """All distinct probes of some models.
 
     Args:
         models: The model, and the draft model if there is one.
@@ -338,7 +338,8 @@ class _Finder:
                     x, index, zeros, zeros.long(), index.long(), apply_temperature=False,
                     is_drafting=False,
                 )  # fmt: skip
-                scores = logprob.compute_topk_scores(x, 20, tokens)
+                # A row of NaN has no token; its neighbours' logprobs are looked at all the same.
+                scores = logprob.compute_topk_scores(x, 20, tokens.clamp(0, columns - 1))
                 return tokens, scores.logprob_token_ids, scores.logprobs
         else:
             from vllm.v1.sample.sampler import Sampler
