@@ -66,7 +66,10 @@ def take(
             if kept is not None:
                 _say(kept, f"certified before, {certificates.path_of(key)}", begun)
                 return kept
-        verdicts = tuple(probe.judge() for probe in probes)
+        # In compiled mode vLLM would compile each of its own ops by itself for these calls alone,
+        # which is not what a compiled model runs.
+        with torch.compiler.set_stance("force_eager"):
+            verdicts = tuple(probe.judge() for probe in probes)
     # What the probes allocated must not count when vLLM sizes the KV cache.
     gc.collect()
     if device.type != "cpu":
