@@ -4,6 +4,7 @@
 #   bash scripts/gpu_matrix.sh OUT STAGE ...
 # Stages (about how long on an H200 with 16 cores, caches filled by earlier ones):
 #   tests    tests/gpu, side by side                                  200 s
+#   census   tests/gpu/test_census.py, which prints its times            300 s
 #   gemm     INT4 and 16-bit GEMMs against their peers                150 s
 #   draft    the 4-bit draft head: tiles, its floor, a draft pass     110 s
 #   path     norms and attention                                       60 s
@@ -62,6 +63,18 @@ stage_tests() {
   wait "${ids[@]}"
   # One line a file: what failed, else the dots of what passed.
   grep -aE '^(FAILED|ERROR|E  )|Error|^[.sFEx]+ +\[' "$1"/*.txt "$1"/path/*.txt | sed "s|$1/||" | cut -c1-160
+}
+
+stage_census() {
+  local group ids=() i=0
+  for group in "widths and 9b" "widths and 27b" "not widths"; do
+    timeout 560 python3 -m pytest -s -p no:cacheprovider tests/gpu/test_census.py -k "$group" \
+      >"$1/census-$((i++)).txt" 2>&1 &
+    ids+=($!)
+  done
+  wait "${ids[@]}"
+  grep -aE '^(FAILED|ERROR|E  )|Error| passed| failed| s$|^(warm|stock) ' "$1"/census-*.txt |
+    sed "s|$1/||" | cut -c1-160
 }
 
 stage_gemm() {

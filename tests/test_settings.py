@@ -8,7 +8,9 @@ from vllm_b70.settings import SWITCHES, Settings, SettingsError, is_on
 
 
 def test_defaults_are_off():
-    assert Settings.from_env({}) == Settings(enabled=False, linear="exact", step_trace=None)
+    assert Settings.from_env({}) == Settings(
+        enabled=False, linear="exact", census="strict", step_trace=None
+    )
 
 
 def test_every_switch_has_a_field_and_the_documented_default():
@@ -26,6 +28,7 @@ def test_good_values(tmp_path):
         {
             "VLLM_B70": "1",
             "VLLM_B70_LINEAR": "naive",
+            "VLLM_B70_CENSUS": "warn",
             "VLLM_B70_STEP_TRACE": str(tmp_path / "trace.jsonl"),
             "VLLM_B70_DRAFT_HEAD_GROUP": "32",
             "VLLM_B70_DRAFT_LAYER": "int4",
@@ -33,7 +36,12 @@ def test_good_values(tmp_path):
         }
     )
     assert settings == Settings(
-        True, "naive", tmp_path / "trace.jsonl", draft_head_group=32, draft_layer="int4"
+        True,
+        "naive",
+        "warn",
+        tmp_path / "trace.jsonl",
+        draft_head_group=32,
+        draft_layer="int4",
     )
 
 
@@ -45,6 +53,7 @@ def test_good_values(tmp_path):
         ("VLLM_B70", "01", "1 (on) or 0 (off)"),
         ("VLLM_B70_LINEAR", "fast", "exact, naive"),
         ("VLLM_B70_LINEAR", "", "exact, naive"),
+        ("VLLM_B70_CENSUS", "1", "strict, warn, off"),
         ("VLLM_B70_STEP_TRACE", "", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "trace.jsonl", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "/nonexistent-folder/trace", "folder must exist"),

@@ -36,6 +36,14 @@ class Shape(StrEnum):
     large = "27b"
 
 
+class Device(StrEnum):
+    """What a vLLM is built for."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    xpu = "xpu"
+
+
 @checkpoint_app.command("tiny")
 def tiny(
     directory: Annotated[Path, typer.Argument(help="Folder to make; it must not hold anything.")],
@@ -103,6 +111,24 @@ def doctor(
 
         Console().print(report.as_table(findings))
     raise typer.Exit(report.STATUS[report.worst(findings)])
+
+
+@app.command("census", context_settings={"ignore_unknown_options": True})
+def census(
+    model: Annotated[str, typer.Option(help="Folder or hub id of a checkpoint.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(help="Options of `vllm serve`, after `--`: the census asks for its rows."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the certificate to this file.")] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Refuse to run on another kind of device.")
+    ] = None,
+) -> None:
+    """Certify every op of a model on this device; exit status 1 if one is not exact."""
+    from vllm_b70.census.command import run
+
+    raise typer.Exit(run(model, options or [], json, None if device is None else device.value))
 
 
 def _fail(error: Exception) -> int:

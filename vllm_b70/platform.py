@@ -337,6 +337,7 @@ class ExactPolicy:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+        _certify(vllm_config.parallel_config)
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -375,6 +376,7 @@ class ExactPolicy:
             Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
             Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
             *_drafting(config),
+            Row("census", current().census, "every op is certified on this device at start"),
             *cls.device_policy(config),
         ]
 
@@ -447,8 +449,8 @@ class GpuPolicy(ExactPolicy):
 
     caution = (
         "the exact route on a GPU is new: its kernels are exact by construction and were compared "
-        "on one H200 only, and nothing certifies them on this device at start yet; compare your "
-        "own server with `vllm-b70 verify`"
+        "on one H200 only; the census certifies each op at start, not what torch.compile makes "
+        "between them; compare your own server with `vllm-b70 verify`"
     )
 
     @classmethod
@@ -649,6 +651,21 @@ def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
     return None
 
 
+def _certify(parallel: Any) -> None:
+    """Let vLLM's worker take the census once its weights are loaded."""
+    from vllm_b70.census.worker import WORKERS
+
+    if current().census == "off" or parallel.worker_cls in WORKERS.values():
+        return
+    if parallel.worker_cls not in WORKERS:
+        _refuse(
+            f"--worker-cls {parallel.worker_cls}",
+            "the census at start is part of a worker class of its own",
+            "leave it out, or set VLLM_B70_CENSUS=off",
+        )
+    parallel.worker_cls = WORKERS[parallel.worker_cls]
+
+
 def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
@@ -684,6 +701,8 @@ def _show(rows: list[Row], caution: str | None) -> None:
     )
     if caution is not None:
         logger.warning("vllm_b70: %s", caution)
+    if current().census == "off":
+        logger.warning("vllm_b70: nothing certifies the ops on this device (VLLM_B70_CENSUS=off)")
 
 
 #: Our platform classes: the mixin, and which of vLLM's resolvers names the class under it.

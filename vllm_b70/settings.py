@@ -77,6 +77,12 @@ SWITCHES: dict[str, Switch] = {
         _one_of("exact", "naive"),
         "exact: row-invariant kernels; naive: dequantise and call BLAS, the control that must fail",
     ),
+    "VLLM_B70_CENSUS": Switch(
+        "census",
+        "strict",
+        _one_of("strict", "warn", "off"),
+        "strict: an op that the census at start finds inexact stops the server; warn; off",
+    ),
     "VLLM_B70_STEP_TRACE": Switch(
         "step_trace",
         None,
@@ -114,6 +120,7 @@ class Settings:
     Attributes:
         enabled: The plugin's route is on.
         linear: ``exact`` or ``naive`` (a control, never for serving).
+        census: ``strict``, ``warn`` or ``off``.
         step_trace: File for the scheduler's step trace, or None.
         draft_head: ``int4`` or ``none``.
         draft_head_group: Group size of the 4-bit draft head.
@@ -123,6 +130,7 @@ class Settings:
 
     enabled: bool = False
     linear: str = "exact"
+    census: str = "strict"
     step_trace: Path | None = None
     draft_head: str = "int4"
     draft_head_group: int = 128

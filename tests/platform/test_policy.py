@@ -28,6 +28,7 @@ for case in cases:
         ).create_engine_config()
         result = {
             "scheduler": str(config.scheduler_config.scheduler_cls),
+            "worker": config.parallel_config.worker_cls,
             "ssm": config.cache_config.mamba_ssm_cache_dtype,
             "mode": config.compilation_config.mode.name,
             "split": os.environ["VLLM_CPU_ATTN_SPLIT_KV"],
@@ -72,6 +73,11 @@ REFUSED = {
     "pipeline": ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2"),
     "tensor": ({"tensor_parallel_size": 2}, {}, "--tensor-parallel-size 2"),
     "v2 runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2"),
+    "worker": (
+        {"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"},
+        {},
+        "--worker-cls vllm.v1.worker.worker_base.WorkerBase",
+    ),
     "scheduler": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         {},
@@ -166,8 +172,10 @@ def test_what_is_set_for_a_user_who_chose_nothing(results, case):
     assert "error" not in result, result
     assert result["scheduler"] == "vllm_b70.scheduling.scheduler.ChunkGridScheduler"
     assert result["ssm"] == "float32" and result["split"] == "0"
+    assert result["worker"] == "vllm_b70.census.worker.CensusCPUWorker"
     rows = {row["setting"]: row["value"] for row in result["policy"]}
     assert rows["scheduler"] == "ChunkGridScheduler" and rows["prefix caching"] == "off"
+    assert rows["census"] == "strict"
     assert all(row["why"] for row in result["policy"])
 
 

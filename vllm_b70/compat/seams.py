@@ -93,6 +93,20 @@ SEAMS: dict[str, Seam] = {
         ),
         "scheduling.scheduler keeps chunks that images cut short on the grid",
     ),
+    "worker_load": Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.load_model",
+        ("self", "load_dummy_weights"),
+        "census.worker takes the census when it is done",
+        worker=True,
+    ),
+    "norms_and_rotary": Seam(
+        "vllm.model_executor.models.qwen3_next",
+        "Qwen3NextAttention._project_qkv_gate",
+        ("self", "qkv", "positions"),
+        "census.path certifies what attention does between its projection and its kernel",
+        worker=True,
+    ),
     "gdn_projection": Seam(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
         "QwenGatedDeltaNetAttention._output_projection",
