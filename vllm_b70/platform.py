@@ -21,7 +21,7 @@ from vllm_b70 import plugin
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
 from vllm_b70.chunk_grid import GRID, least_batched_tokens
 from vllm_b70.settings import current
-from vllm_b70.speculation.schedule import check_schedule
+from vllm_b70.speculation.schedule import check_graphs, check_schedule, depth_by_batch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +32,11 @@ logger = logging.getLogger("vllm.vllm_b70")
 SCHEDULERS = {
     False: "vllm_b70.scheduling.scheduler.ChunkGridScheduler",
     True: "vllm_b70.scheduling.scheduler.AsyncChunkGridScheduler",
+}
+#: Workers whose drafter may skip steps, by vLLM's own.
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_b70.speculation.workers.CpuWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_b70.speculation.workers.GpuWorker",
 }
 STOCK_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 CPU_ATTENTION = "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
@@ -61,6 +66,15 @@ def _refuse(setting: str, why: str, instead: str) -> None:
 def _max_draft_depth(config: VllmConfig) -> int:
     speculative = config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
+def _skips(config: VllmConfig) -> bool:
+    """Whether the schedule has steps with depth 0."""
+    speculative = config.speculative_config
+    schedule = speculative and speculative.num_speculative_tokens_per_batch_size
+    return (
+        bool(schedule) and 0 in depth_by_batch(schedule, config.scheduler_config.max_num_seqs)[1:]
+    )
 
 
 def check_choices(config: VllmConfig) -> None:
@@ -238,6 +252,21 @@ def _check_speculation(config: VllmConfig) -> None:
     if schedule is not None:
         check_schedule(schedule, _max_draft_depth(config))
     model = config.model_config
+    worker = config.parallel_config.worker_cls
+    if _skips(config):
+        if worker not in ("auto", *WORKERS, *WORKERS.values()):
+            _refuse(
+                f"--worker-cls {worker}",
+                "a schedule with depth 0 needs a worker whose drafter skips steps",
+                "leave it out",
+            )
+        layers = getattr(model.hf_text_config, "mtp_num_hidden_layers", 1)
+        if layers != 1:
+            _refuse(
+                f"depth 0 in a schedule with {layers} MTP layers",
+                "what a skipped step leaves out can be made up for with one layer only",
+                "use depths of 1 or more",
+            )
     folder = _folder(model.model, model.revision)
     if folder is not None and not has_mtp_head(folder):
         _refuse(
@@ -277,6 +306,9 @@ class ExactPolicy:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+        parallel = vllm_config.parallel_config
+        if _skips(vllm_config):
+            parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -463,6 +495,13 @@ class GpuPolicy(ExactPolicy):
                 "a graph of its own for a row count may round differently",
                 "leave it out",
             )
+        speculative = getattr(config, "speculative_config", None)
+        sizes = compilation.cudagraph_capture_sizes
+        if speculative is not None and sizes and graphs is not CUDAGraphMode.NONE:
+            requests, depth = config.scheduler_config.max_num_seqs, _max_draft_depth(config)
+            schedule = speculative.num_speculative_tokens_per_batch_size or [(1, requests, depth)]
+            check_schedule(schedule, depth)
+            check_graphs(schedule, requests, max(sizes))
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:

@@ -28,6 +28,7 @@ for case in cases:
         ).create_engine_config()
         result = {
             "scheduler": str(config.scheduler_config.scheduler_cls),
+            "worker": config.parallel_config.worker_cls,
             "ssm": config.cache_config.mamba_ssm_cache_dtype,
             "mode": config.compilation_config.mode.name,
             "split": os.environ["VLLM_CPU_ATTN_SPLIT_KV"],
@@ -52,7 +53,13 @@ ACCEPTED = {
         | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, 64, 0]]}
     },
 }
+SKIPPING = ACCEPTED["schedule"]
 REFUSED = {
+    "worker under a schedule": (
+        SKIPPING | {"worker_cls": "vllm.v1.worker.xpu_worker.XPUWorker"},
+        {},
+        "--worker-cls vllm.v1.worker.xpu_worker.XPUWorker",
+    ),
     "prefix caching": ({"enable_prefix_caching": True}, {}, "prefix caching"),
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype fp8"),
@@ -164,6 +171,11 @@ def test_what_is_set_for_a_user_who_chose_nothing(results, case):
     rows = {row["setting"]: row["value"] for row in result["policy"]}
     assert rows["scheduler"] == "ChunkGridScheduler" and rows["prefix caching"] == "off"
     assert all(row["why"] for row in result["policy"])
+
+
+def test_only_a_schedule_with_depth_0_has_a_worker_of_ours(results):
+    ours = {case: results[case]["worker"].startswith("vllm_b70.") for case in ACCEPTED}
+    assert ours == {"plain": False, "eager": False, "speculation": False, "schedule": True}
 
 
 def test_the_execution_mode_is_the_users(results):

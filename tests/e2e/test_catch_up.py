@@ -1,0 +1,45 @@
+"""After steps that left the draft layer out, its cache and its drafts are as if none had."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    script = Path(__file__).with_name("catch_up_engine.py")
+    model = tmp_path_factory.mktemp("catch_up") / "model"
+    command = [sys.executable, str(script), str(model)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, run.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("RESULT"))
+
+
+def test_steps_were_skipped_and_caught_up(runs):
+    assert runs["skipped"]["skipped"] > 50 and runs["skipped"]["replayed"] > 50
+
+
+def test_the_draft_layers_cache_is_that_of_a_run_without_skipping(runs):
+    assert runs["skipped"]["same_cache"] and not runs["missing"]["same_cache"]
+
+
+def test_the_first_drafts_agree(runs):
+    assert runs["skipped"]["drafts"] == runs["never"]["drafts"]
+    assert runs["skipped"]["acceptance"] == runs["never"]["acceptance"]
+
+
+def test_without_catching_up_acceptance_falls(runs):
+    """If this fails the checkpoint's drafts do not need the cache, and the above shows little."""
+    assert runs["missing"]["acceptance"] < runs["skipped"]["acceptance"] - 0.1
+
+
+def test_no_token_depends_on_any_of_it(runs):
+    assert runs["no drafts"]["acceptance"] is None
+    for name in ("never", "skipped", "missing"):
+        assert runs[name]["tokens"] == runs["no drafts"]["tokens"]
