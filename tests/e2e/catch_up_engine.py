@@ -1,5 +1,5 @@
-"""One engine of test_catch_up: the same two requests with the draft layer skipped, not skipped, and
-skipped without catching up. Prints one JSON line."""
+"""The engine of test_catch_up. The same two requests with the draft layer skipped, not skipped, and
+skipped without catching up; then more requests than there is room for. Prints one JSON line."""
 
 import json
 import os
@@ -17,6 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 PROMPT, COMPANY, TOKENS = 9, 60, 100
+#: Just below the 256 tokens of a KV block: all these need a second one at about the same time.
+CROWD = [228 + 2 * i for i in range(14)]
+#: As many blocks as admit them: attention and three groups of state each, three more slots for the
+#: first, and what admission wants to see free.
+BLOCKS = 1 + 4 * len(CROWD) + 9 + 9
 
 
 def make_attentive(folder):
@@ -57,11 +62,12 @@ def main(folder):
         EngineArgs(
             model=str(folder),
             max_model_len=512,
-            max_num_seqs=8,
+            max_num_seqs=16,
             max_num_batched_tokens=512,
             enforce_eager=True,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**28,
+            num_gpu_blocks_override=BLOCKS,
             disable_log_stats=False,
             speculative_config={
                 "method": "mtp",
@@ -81,6 +87,9 @@ def main(folder):
     def counters():
         found = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
         return [found[f"vllm:spec_decode_num_{name}_tokens"] for name in ("accepted", "draft")]
+
+    def preemptions():
+        return sum(m.value for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
 
     def run(mode, company=COMPANY):
         skips, replays = [], []
@@ -122,12 +131,40 @@ def main(folder):
             "replayed": sum(replays),
         }
 
+    scheduler = engine.engine_core.engine_core.scheduler
+
+    def crowd(users):
+        """The crowd's tokens, so many in flight, and the most requests that held state slots, with
+        how many of a group."""
+        waiting = [
+            (f"{i}-{users}", [draws.randrange(1, 1000) for _ in range(length)])
+            for draws in [random.Random(7)]
+            for i, length in enumerate(CROWD)
+        ]
+        tokens, held = {}, (0, 0)
+        greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < users:
+                name, prompt = waiting.pop(0)
+                engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), greedy)
+            for output in engine.step():
+                tokens[output.request_id.split("-")[0]] = output.outputs[0].token_ids
+            slots = [len(held) for held in scheduler._states[0].req_to_blocks.values()]
+            held = max(held, (len(slots), sum(slots)))
+        return {"tokens": tokens, "held": held, "groups": len(scheduler._states)}
+
     runs = {mode: run(mode) for mode in ("never", "skipped", "missing")}
     runs["no drafts"] = run("no drafts", company=TOKENS + 1)
     reference = runs["never"]["blocks"]
     for found in runs.values():
         blocks = found.pop("blocks")
         found["same_cache"] = blocks is not None and torch.equal(blocks, reference)
+    drafter._lag.step, drafter._replay = decide, replay
+    before = preemptions()
+    runs["alone"] = crowd(1)
+    runs["alone"]["preempted"] = preemptions() - before
+    runs["crowd"] = crowd(len(CROWD))
+    runs["crowd"]["preempted"] = preemptions() - before
     print("RESULT", json.dumps(runs), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""After steps that left the draft layer out, its cache and its drafts are as if none had."""
+"""After steps that left the draft layer out, its cache and its drafts are as if none had; and a
+crowd that holds few state slots, is preempted and resumed has the tokens of each alone."""
 
 import json
 import subprocess
@@ -43,3 +44,14 @@ def test_no_token_depends_on_any_of_it(runs):
     assert runs["no drafts"]["acceptance"] is None
     for name in ("never", "skipped", "missing"):
         assert runs[name]["tokens"] == runs["no drafts"]["tokens"]
+
+
+def test_a_crowd_has_the_tokens_of_each_alone(runs):
+    assert runs["crowd"]["preempted"] > 0 and runs["alone"]["preempted"] == 0
+    assert runs["crowd"]["tokens"] == runs["alone"]["tokens"]
+
+
+def test_a_crowd_holds_few_state_slots(runs):
+    requests, slots = runs["crowd"]["held"]
+    assert requests == 14 and slots == 14 + 3, "a slot each and three drafts of the first"
+    assert runs["alone"]["held"] == [1, 4]

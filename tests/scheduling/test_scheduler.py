@@ -18,6 +18,7 @@ CLASSES = [(ChunkGridScheduler, Scheduler), (AsyncChunkGridScheduler, AsyncSched
 def bare(cls):
     scheduler = object.__new__(cls)
     scheduler._cuts, scheduler._trace, scheduler.requests = 0, None, {}
+    scheduler._states = []
     return scheduler
 
 
@@ -40,6 +41,7 @@ def test_the_hook_of_vllm_is_the_grid(cls, base):
 def test_the_hook_is_switched_on_after_vllm_decided(cls, base, monkeypatch):
     def init(self):
         self.need_mamba_block_aligned_split = False
+        self.dynamic_sd_lookup = None
 
     monkeypatch.setattr(base, "__init__", init)
     assert cls().need_mamba_block_aligned_split is True

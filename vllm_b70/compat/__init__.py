@@ -8,5 +8,6 @@ The ledger of patches (each file says what, why, upstream, versions, and when it
 
 * ``mtp_head``: a clear refusal of speculation without an MTP head.
 * ``fla_autotune``: one configuration for each chunked gated-delta-net kernel on a GPU.
+* ``state_blocks``: recurrent state is reserved by the depth of the drafts.
 * ``prompt_rows``: the V2 model runner tells prompt chunks from other rows by position.
 """

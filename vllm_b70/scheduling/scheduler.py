@@ -1,4 +1,4 @@
-"""vLLM's two schedulers with prompt chunks on the grid.
+"""vLLM's two schedulers with prompt chunks on the grid and state by the depth of the drafts.
 
 Official seam: ``scheduler_config.scheduler_cls``. The mixin works through the hook that vLLM calls
 for models with recurrent state, ``_mamba_block_aligned_split``, without vLLM's "align" cache mode.
@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_b70.chunk_grid import chunk_tokens
+from vllm_b70.compat import state_blocks
 from vllm_b70.compat.seams import require
+from vllm_b70.scheduling.state_blocks import deepest_that_fits, reserved_depths
 from vllm_b70.scheduling.step_trace import Step, StepTrace
 from vllm_b70.settings import current
 
@@ -24,7 +27,15 @@ require("chunk_split", "chunk_split_flag", "schedule", "encoder_inputs")
 
 
 class ChunkGridMixin:
-    """Ends prompt chunks on the grid and, if asked to, records each step."""
+    """Ends prompt chunks on the grid, reserves state by depth and, if asked to, records each step.
+
+    Under a schedule of depths (and first come, first served, so that who is before whom does not
+    change) a request's state slots follow ``scheduling.state_blocks``.
+    """
+
+    if TYPE_CHECKING:  # what vLLM's class under the mixin has
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,6 +43,58 @@ class ChunkGridMixin:
         path = current().step_trace
         self._trace = StepTrace(path) if path is not None else None
         self._cuts = 0
+        self._states: list[Any] = []
+        self._reserved: list[int] = []
+        self._placed = self._spare = 0
+        if self.dynamic_sd_lookup and self.policy == SchedulingPolicy.FCFS:
+            self._reserved = reserved_depths(self.dynamic_sd_lookup)
+            self._states = state_blocks.apply(self.kv_cache_manager, self._depth_to_hold)
+
+    def _depth_to_hold(self, request: Request, tokens: int) -> tuple[int, int]:
+        """Drafts to reserve state for, and those without which the step cannot be computed."""
+        self._placed = min(self._placed + 1, len(self._reserved) - 1)
+        needed = 0
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            # Rows past the prompt leave a state each: drafts, or a replay, which keeps its last.
+            needed = min(tokens - 1, self.num_spec_tokens)
+        wanted = max(needed, self._reserved[self._placed])
+        held = len(self._states[0].req_to_blocks.get(request.request_id, ())) - 1
+        extra = len(self._states) * (wanted - max(needed, held))
+        if extra > 0:
+            if extra > self._spare:
+                return needed, needed
+            self._spare -= extra
+        return wanted, needed
+
+    def _fit_drafts(self) -> None:
+        """Shorten this step's drafts to what there are blocks for, and see what is to spare."""
+        drafts = [request.spec_token_ids for request in self.running]
+        most = max(map(len, drafts), default=0)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        needs = [self._blocks_needed(depth) for depth in range(most + 1)]
+        depth = deepest_that_fits(needs, free)
+        for request in self.running:
+            if len(request.spec_token_ids) > depth:
+                request.spec_token_ids = request.spec_token_ids[:depth]
+        self._placed, self._spare = 0, free - needs[depth]
+
+    def _blocks_needed(self, depth: int) -> int:
+        """Blocks that the running requests need besides theirs to verify ``depth`` drafts each."""
+        blocks = 0
+        for request in self.running:
+            computed = request.num_computed_tokens
+            rows = request.num_tokens + request.num_output_placeholders - computed
+            rows += min(len(request.spec_token_ids), depth)
+            rows = min(rows, self.max_num_scheduled_tokens)
+            past_prompt = computed >= request.num_prompt_tokens
+            states = 1 + (min(rows - 1, self.num_spec_tokens) if past_prompt else 0)
+            tokens = min(computed + rows + self.num_lookahead_tokens, self.max_model_len)
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                held = len(manager.req_to_blocks.get(request.request_id, ()))
+                in_state = manager in self._states
+                needed = states if in_state else -(-tokens // manager.block_size)
+                blocks += max(0, needed - held)
+        return blocks
 
     def _mamba_block_aligned_split(
         self,
@@ -69,6 +132,8 @@ class ChunkGridMixin:
         return inputs, tokens, *rest
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self._states:
+            self._fit_drafts()
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         if self._trace is not None and output.num_scheduled_tokens:
             self._trace.write(self._step(output))
@@ -82,7 +147,7 @@ class ChunkGridMixin:
             cuts=self._cuts,
         )
         for request_id, tokens in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]  # type: ignore[attr-defined]
+            request = self.requests[request_id]
             # vLLM has already advanced num_computed_tokens past this step's tokens.
             if request.num_computed_tokens - tokens < request.num_prompt_tokens:
                 step.prompt_tokens += tokens
