@@ -304,6 +304,10 @@ class ExactPolicy:
         check_choices(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        if vllm_config.speculative_config is not None:
+            from vllm_b70.compat import depth_metrics
+
+            depth_metrics.apply()
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
         parallel = vllm_config.parallel_config

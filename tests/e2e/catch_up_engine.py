@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 PROMPT, COMPANY, TOKENS = 9, 60, 100
 #: Just below the 256 tokens of a KV block: all these need a second one at about the same time.
-CROWD = [228 + 2 * i for i in range(14)]
-#: As many blocks as admit them: attention and three groups of state each, three more slots for the
-#: first, and what admission wants to see free.
-BLOCKS = 1 + 4 * len(CROWD) + 9 + 9
+CROWD = [240 + 2 * i for i in range(8)]
+#: As many blocks as admit them: attention and two groups of state each, three more slots for the
+#: first, and what admission leaves free.
+BLOCKS = 1 + 3 * len(CROWD) + 6 + 6
 
 
 def make_attentive(folder):
@@ -142,7 +142,7 @@ def main(folder):
             for i, length in enumerate(CROWD)
         ]
         tokens, held = {}, (0, 0)
-        greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < users:
                 name, prompt = waiting.pop(0)

@@ -53,5 +53,5 @@ def test_a_crowd_has_the_tokens_of_each_alone(runs):
 
 def test_a_crowd_holds_few_state_slots(runs):
     requests, slots = runs["crowd"]["held"]
-    assert requests == 14 and slots == 14 + 3, "a slot each and three drafts of the first"
+    assert requests == 8 and slots == 8 + 3, "a slot each and three drafts of the first"
     assert runs["alone"]["held"] == [1, 4]

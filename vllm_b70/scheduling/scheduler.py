@@ -18,12 +18,15 @@ from vllm_b70.compat.seams import require
 from vllm_b70.scheduling.state_blocks import deepest_that_fits, reserved_depths
 from vllm_b70.scheduling.step_trace import Step, StepTrace
 from vllm_b70.settings import current
+from vllm_b70.speculation.depth_counts import DepthCounts
+from vllm_b70.speculation.draft_lag import DraftLag
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 require("chunk_split", "chunk_split_flag", "schedule", "encoder_inputs")
+require("make_stats", "spec_decoding_stats", "scheduler_stats")
 
 
 class ChunkGridMixin:
@@ -43,6 +46,8 @@ class ChunkGridMixin:
         path = current().step_trace
         self._trace = StepTrace(path) if path is not None else None
         self._cuts = 0
+        self._counts, self._lag = DepthCounts(), DraftLag(self.num_spec_tokens)
+        self._cut_to: int | None = None
         self._states: list[Any] = []
         self._reserved: list[int] = []
         self._placed = self._spare = 0
@@ -73,6 +78,7 @@ class ChunkGridMixin:
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         needs = [self._blocks_needed(depth) for depth in range(most + 1)]
         depth = deepest_that_fits(needs, free)
+        self._cut_to = depth if depth < most else None
         for request in self.running:
             if len(request.spec_token_ids) > depth:
                 request.spec_token_ids = request.spec_token_ids[:depth]
@@ -135,10 +141,61 @@ class ChunkGridMixin:
         if self._states:
             self._fit_drafts()
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        if self._trace is not None and output.num_scheduled_tokens:
-            self._trace.write(self._step(output))
+        if output.num_scheduled_tokens:
+            if self.num_spec_tokens:
+                self._count_depth(output)
+            if self._trace is not None:
+                self._trace.write(self._step(output))
         self._cuts = 0
         return output
+
+    def _in_prompt(self, request_id: str, tokens: int) -> bool:
+        """Whether a request's step began in its prompt."""
+        request = self.requests[request_id]
+        # vLLM has already advanced num_computed_tokens past this step's tokens.
+        return bool(request.num_computed_tokens - tokens < request.num_prompt_tokens)
+
+    def _count_depth(self, output: SchedulerOutput) -> None:
+        """Count the step's depth, and what the drafter, by the same rule, does in it."""
+        widths, depth = output.num_scheduled_tokens, output.num_spec_tokens_to_schedule
+        if self._cut_to is not None:
+            self._counts.add("draft_depth_steps", self._cut_to, "blocks")
+        why = "fixed" if self.dynamic_sd_lookup is None else "schedule"
+        self._counts.add("draft_depth_steps", depth, why)
+        for gone in output.finished_req_ids:
+            self._lag.forget(gone)
+        inside = [self._in_prompt(*item) for item in widths.items()]
+        step = self._lag.step(list(widths), list(widths.values()), inside, depth)
+        if step.skip:
+            self._counts.add("draft_layer_skipped_steps")
+        elif any(step.replay):
+            self._counts.add("draft_layer_caught_up_steps")
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        if num_draft_tokens:
+            self._counts.add("drafts", num_draft_tokens)
+            for position in range(num_accepted_tokens):
+                self._counts.add("accepted_draft_tokens", num_draft_tokens, position)
+        return super().make_spec_decoding_stats(  # type: ignore[misc]
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            self._counts.send(stats.num_kv_fetch_reqs_by_stage)
+        return stats
 
     def _step(self, output: SchedulerOutput) -> Step:
         step = Step(
@@ -147,9 +204,7 @@ class ChunkGridMixin:
             cuts=self._cuts,
         )
         for request_id, tokens in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            # vLLM has already advanced num_computed_tokens past this step's tokens.
-            if request.num_computed_tokens - tokens < request.num_prompt_tokens:
+            if self._in_prompt(request_id, tokens):
                 step.prompt_tokens += tokens
             else:
                 step.widths[tokens] += 1
