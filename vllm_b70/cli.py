@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from vllm_b70.harness.cli import app as harness_app
+from vllm_b70.harness.depth_tune import app as depth_app
 
 app = typer.Typer(
     help="Tools around the vllm_b70 plugin of vLLM.", no_args_is_help=True, add_completion=False
 )
 checkpoint_app = typer.Typer(help="Make and check checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(depth_app, name="depth")
 for command in harness_app.registered_commands:
     app.registered_commands.append(command)
 
