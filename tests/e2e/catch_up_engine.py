@@ -165,6 +165,24 @@ def main(folder):
     runs["alone"]["preempted"] = preemptions() - before
     runs["crowd"] = crowd(len(CROWD))
     runs["crowd"]["preempted"] = preemptions() - before
+    from prometheus_client import REGISTRY
+
+    runs["counts"] = {
+        "|".join(
+            [
+                sample.name,
+                *(
+                    sample.labels[name]
+                    for name in ("depth", "why", "position")
+                    if name in sample.labels
+                ),
+            ]
+        ): sample.value
+        for metric in REGISTRY.collect()
+        if metric.name.startswith("vllm_b70:")
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
     print("RESULT", json.dumps(runs), flush=True)
 
 

@@ -55,3 +55,14 @@ def test_a_crowd_holds_few_state_slots(runs):
     requests, slots = runs["crowd"]["held"]
     assert requests == 8 and slots == 8 + 3, "a slot each and three drafts of the first"
     assert runs["alone"]["held"] == [1, 4]
+
+
+def test_depths_are_counted(runs):
+    counts = {name.removeprefix("vllm_b70:"): n for name, n in runs["counts"].items()}
+    assert counts["draft_layer_skipped_steps_total"] > 50
+    assert counts["draft_layer_caught_up_steps_total"] > 1
+    for depth in "03":
+        assert counts[f"draft_depth_steps_total|{depth}|schedule"] > 10
+    drafts = counts["drafts_total|3"]
+    accepted = [counts[f"accepted_draft_tokens_total|3|{position}"] for position in "012"]
+    assert drafts >= accepted[0] >= accepted[1] >= accepted[2] > 0

@@ -73,16 +73,27 @@ class ChunkGridMixin:
 
     def _fit_drafts(self) -> None:
         """Shorten this step's drafts to what there are blocks for, and see what is to spare."""
-        drafts = [request.spec_token_ids for request in self.running]
-        most = max(map(len, drafts), default=0)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._placed, self._cut_to = 0, None
+        # With room for the worst, which is the rule, nothing is counted.
+        self._spare = free - self._most_blocks_needed()
+        if self._spare >= 0:
+            return
+        most = max((len(request.spec_token_ids) for request in self.running), default=0)
         needs = [self._blocks_needed(depth) for depth in range(most + 1)]
         depth = deepest_that_fits(needs, free)
         self._cut_to = depth if depth < most else None
         for request in self.running:
             if len(request.spec_token_ids) > depth:
                 request.spec_token_ids = request.spec_token_ids[:depth]
-        self._placed, self._spare = 0, free - needs[depth]
+        self._spare = free - needs[depth]
+
+    def _most_blocks_needed(self) -> int:
+        """No fewer blocks than the running requests may need in a step, however deep."""
+        sizes = [m.block_size for m in self.kv_cache_manager.coordinator.single_type_managers]
+        states, others = len(self._states), len(sizes) - len(self._states)
+        each = states * (1 + self.num_spec_tokens) + 2 * others
+        return len(self.running) * each + others * -(-self.max_num_scheduled_tokens // min(sizes))
 
     def _blocks_needed(self, depth: int) -> int:
         """Blocks that the running requests need besides theirs to verify ``depth`` drafts each."""
