@@ -1,5 +1,6 @@
 """The engine of test_catch_up. The same two requests with the draft layer skipped, not skipped, and
-skipped without catching up; then more requests than there is room for. Prints one JSON line."""
+skipped without catching up; then, on a CPU, more requests than there is room for. Prints one JSON
+line."""
 
 import json
 import os
@@ -16,6 +17,7 @@ os.environ |= {
 import torch
 from safetensors.torch import load_file, save_file
 
+CUDA = torch.cuda.is_available()
 PROMPT, COMPANY, TOKENS = 9, 60, 100
 #: Just below the 256 tokens of a KV block: all these need a second one at about the same time.
 CROWD = [240 + 2 * i for i in range(8)]
@@ -64,10 +66,10 @@ def main(folder):
             max_model_len=512,
             max_num_seqs=16,
             max_num_batched_tokens=512,
-            enforce_eager=True,
+            enforce_eager=not CUDA,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**28,
-            num_gpu_blocks_override=BLOCKS,
+            num_gpu_blocks_override=None if CUDA else BLOCKS,
             disable_log_stats=False,
             speculative_config={
                 "method": "mtp",
@@ -77,9 +79,9 @@ def main(folder):
         )
     )
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    drafter = runner.drafter
+    drafter = runner.speculator if CUDA else runner.drafter
     decide, replay = drafter._lag.step, drafter._replay
-    (layer,) = drafter._draft_attn_layer_names
+    (layer,) = drafter.draft_attn_layer_names if CUDA else drafter._draft_attn_layer_names
     cache = engine.vllm_config.compilation_config.static_forward_context[layer].kv_cache
     draws = random.Random(5)
     prompts = [[draws.randrange(1, 1000) for _ in range(PROMPT)] for _ in range(2)]
@@ -91,6 +93,21 @@ def main(folder):
     def preemptions():
         return sum(m.value for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
 
+    def drafted():
+        """The drafts that a request alone has got, and its first block: it has no more yet."""
+        if CUDA:
+            slots = list(runner.req_states.req_id_to_index.values())
+            made = runner.req_states.draft_tokens[slots].tolist()
+            if len(slots) != 1 or made[0][0] < 1:
+                return None
+            table = runner.block_tables.block_tables[drafter._draft_group()].gpu[slots]
+            return made, cache[table[0, 0]].clone()
+        made = runner._draft_token_ids
+        if not torch.is_tensor(made) or not made.shape[1]:
+            return None
+        table = runner.input_batch.block_table[drafter.kv_cache_gid].block_table.cpu
+        return made.tolist(), cache[table[0, 0]].clone()
+
     def run(mode, company=COMPANY):
         skips, replays = [], []
 
@@ -99,14 +116,14 @@ def main(folder):
             skips.append(step.skip)
             return DraftStep(False, [0] * len(requests), step.begun) if mode == "never" else step
 
-        def replaying(counts, *rest):
-            replays.append(sum(counts))
+        def replaying(*arguments):
+            replays.append(int(sum(arguments[1 if CUDA else 0])))
             if mode != "missing":
-                replay(counts, *rest)
+                replay(*arguments)
 
         drafter._lag.step, drafter._replay = deciding, replaying
         cache.zero_()
-        before, blocks, drafts, tokens = counters(), None, None, {}
+        before, first, tokens = counters(), None, {}
         for name, prompt, length in zip("ab", prompts, (TOKENS, company), strict=True):
             engine.add_request(
                 name + mode,
@@ -116,16 +133,13 @@ def main(folder):
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens[output.request_id[0]] = output.outputs[0].token_ids
-            made = runner._draft_token_ids
-            if blocks is None and torch.is_tensor(made) and made.shape[1]:
-                # The first step that drafts; all of the request's positions are in its first block.
-                table = runner.input_batch.block_table[drafter.kv_cache_gid].block_table.cpu
-                blocks, drafts = cache[table[0, 0]].clone(), made.tolist()
+            if first is None:
+                first = drafted()
         accepted, proposed = (b - a for a, b in zip(before, counters(), strict=True))
         return {
             "tokens": list(tokens["a"]),
-            "blocks": blocks,
-            "drafts": drafts,
+            "drafts": first and first[0],
+            "block": first and first[1].float(),
             "acceptance": accepted / proposed if proposed else None,
             "skipped": sum(skips),
             "replayed": sum(replays),
@@ -155,28 +169,25 @@ def main(folder):
 
     runs = {mode: run(mode) for mode in ("never", "skipped", "missing")}
     runs["no drafts"] = run("no drafts", company=TOKENS + 1)
-    reference = runs["never"]["blocks"]
+    reference = runs["never"]["block"]
     for found in runs.values():
-        blocks = found.pop("blocks")
-        found["same_cache"] = blocks is not None and torch.equal(blocks, reference)
+        block = found.pop("block")
+        if block is not None:
+            off = (block - reference).abs().max() / reference.abs().max()
+            found["cache_is_off_by"] = off.item()
     drafter._lag.step, drafter._replay = decide, replay
-    before = preemptions()
-    runs["alone"] = crowd(1)
-    runs["alone"]["preempted"] = preemptions() - before
-    runs["crowd"] = crowd(len(CROWD))
-    runs["crowd"]["preempted"] = preemptions() - before
+    if not CUDA:
+        before = preemptions()
+        runs["alone"] = crowd(1)
+        runs["alone"]["preempted"] = preemptions() - before
+        runs["crowd"] = crowd(len(CROWD))
+        runs["crowd"]["preempted"] = preemptions() - before
     from prometheus_client import REGISTRY
 
+    shown = ("depth", "why", "position")
     runs["counts"] = {
         "|".join(
-            [
-                sample.name,
-                *(
-                    sample.labels[name]
-                    for name in ("depth", "why", "position")
-                    if name in sample.labels
-                ),
-            ]
+            [sample.name, *(sample.labels[n] for n in shown if n in sample.labels)]
         ): sample.value
         for metric in REGISTRY.collect()
         if metric.name.startswith("vllm_b70:")
