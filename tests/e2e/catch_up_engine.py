@@ -156,7 +156,7 @@ def main(folder):
             for i, length in enumerate(CROWD)
         ]
         tokens, held = {}, (0, 0)
-        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+        greedy = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, detokenize=False)
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < users:
                 name, prompt = waiting.pop(0)
