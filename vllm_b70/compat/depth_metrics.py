@@ -5,7 +5,7 @@ why       the official seam, an entry point in vllm.stat_logger_plugins, acts wh
           off: vLLM 0.32 then logs it and keeps statistics in spite of --disable-log-stats
 upstream  not reported yet
 versions  0.32
-remove    when an entry point may decline; tests/compat fails then
+remove    when an entry point may decline; tests/speculation/test_depth_counts.py fails then
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ why       vLLM 0.32 reserves state for num_speculative_tokens drafts for every r
           the schedule says
 upstream  not reported yet
 versions  0.32
-remove    when vLLM reserves by the schedule; tests/compat fails then
+remove    when vLLM reserves by the schedule; tests/scheduling/test_state_blocks.py fails then
 """
 
 from __future__ import annotations
