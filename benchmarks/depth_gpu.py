@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from vllm_b70.harness.depth_model import DepthModel, Measurement
+from vllm_b70.speculation.schedule import depth_by_batch
 
 ROUNDS, PROMPT = 3, 32
 #: Aimed at: a step at depth 0 against one without speculation, a schedule against the best depth.
@@ -185,6 +186,8 @@ def collect(arguments: argparse.Namespace) -> None:
                 best = max(fixed, key=lambda depth: fixed[depth])
                 row |= {"best_depth": best, "against_it": level["tokens_per_s"] / fixed[best]}
                 row["within_2_percent"] = row["against_it"] >= SLOWER_SCHEDULE
+                same = fixed.get(depth_by_batch(cell["schedule"], users)[users])
+                row["against_same_depth"] = same and level["tokens_per_s"] / same
             if not level["acceptance"] and (0, users) in plain:
                 row["step_against_none"] = level["step_ms"] / plain[0, users]["step_ms"]
                 row["within_1_5_percent"] = row["step_against_none"] <= SLOWER_STEP

@@ -83,6 +83,7 @@ def test_schedules_are_held_against_the_best_fixed_depth(tmp_path, capsys):
     assert (alone["best_depth"], alone["within_2_percent"]) == (1, True)
     assert "step_against_none" not in alone, "it drafts"
     assert (crowd["best_depth"], crowd["within_2_percent"]) == (0, False)
+    assert alone["against_same_depth"] == pytest.approx(148 / 150)
     assert crowd["within_1_5_percent"] and crowd["step_against_none"] == pytest.approx(1.0125)
 
 
