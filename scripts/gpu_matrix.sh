@@ -13,6 +13,7 @@
 #   27b      zero flips: the tiny 27B and one of its widths           150 s
 #   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
 #   wide     zero flips and speed: the 9B's widths, against stock     250 s
+#   depth    schedules of draft depths against fixed ones, depth 0    450 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -160,6 +161,22 @@ stage_wide() {
   turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
   wait
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
+stage_depth() {
+  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
+  [ -d "$models/agree-9b" ] ||
+    python3 benchmarks/depth_gpu.py agree "$models/wide-9b" "$models/agree-9b"
+  local name
+  depth_cell() { # work name arguments...
+    timeout 150 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
+      --out "$1/cells/$2.json" "${@:3}" >"$1/$2.log" 2>&1
+    grep -a " users \|Error:" "$1/$2.log" | tail -6 | cut -c1-200
+  }
+  for name in 0 1 2 3; do depth_cell "$1" "d$name" --depth $name; done
+  depth_cell "$1" tuned --tuned "$1/cells"
+  depth_cell "$1" issue --schedule '[[1,8,3],[9,16,1],[17,64,0]]'
+  python3 benchmarks/depth_gpu.py collect "$1/cells" --out "$1/depth.json" | cut -c1-300
 }
 
 for stage in "$@"; do

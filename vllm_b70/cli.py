@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vllm_b70.harness.cli import app as harness_app
+from vllm_b70.harness.depth_tune import app as depth_app
 from vllm_b70.speculation.shortlist_cli import app as shortlist_app
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Make and check checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(shortlist_app, name="shortlist")
+app.add_typer(depth_app, name="depth")
 for command in harness_app.registered_commands:
     app.registered_commands.append(command)
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import builtin_platform_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_b70 import plugin, xpu
+from vllm_b70 import plugin, workers, xpu
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
 from vllm_b70.chunk_grid import GRID, least_batched_tokens, most_blocks
 from vllm_b70.settings import current
-from vllm_b70.speculation.schedule import check_schedule
+from vllm_b70.speculation.schedule import check_graphs, check_schedule, depth_by_batch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +62,15 @@ def _refuse(setting: str, why: str, instead: str) -> None:
 def _max_draft_depth(config: VllmConfig) -> int:
     speculative = config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
+def _skips(config: VllmConfig) -> bool:
+    """Whether the schedule has steps with depth 0."""
+    speculative = config.speculative_config
+    schedule = speculative and speculative.num_speculative_tokens_per_batch_size
+    return (
+        bool(schedule) and 0 in depth_by_batch(schedule, config.scheduler_config.max_num_seqs)[1:]
+    )
 
 
 def check_choices(config: VllmConfig, cards: tuple[int, ...] = (1,)) -> None:
@@ -256,6 +265,14 @@ def _check_speculation(config: VllmConfig) -> None:
     if schedule is not None:
         check_schedule(schedule, _max_draft_depth(config))
     model = config.model_config
+    if _skips(config):
+        layers = getattr(model.hf_text_config, "mtp_num_hidden_layers", 1)
+        if layers != 1:
+            _refuse(
+                f"depth 0 in a schedule with {layers} MTP layers",
+                "what a skipped step leaves out can be made up for with one layer only",
+                "use depths of 1 or more",
+            )
     folder = _folder(model.model, model.revision)
     if folder is not None and not has_mtp_head(folder):
         _refuse(
@@ -335,9 +352,13 @@ class ExactPolicy:
         _draft_without_logits(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        if vllm_config.speculative_config is not None:
+            from vllm_b70.compat import depth_metrics
+
+            depth_metrics.apply()
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        _certify(vllm_config.parallel_config)
+        _choose_worker(vllm_config)
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -527,6 +548,13 @@ class GpuPolicy(ExactPolicy):
                 "a graph of its own for a row count may round differently",
                 "leave it out",
             )
+        speculative = getattr(config, "speculative_config", None)
+        sizes = compilation.cudagraph_capture_sizes
+        if speculative is not None and sizes and graphs is not CUDAGraphMode.NONE:
+            requests, depth = config.scheduler_config.max_num_seqs, _max_draft_depth(config)
+            schedule = speculative.num_speculative_tokens_per_batch_size or [(1, requests, depth)]
+            check_schedule(schedule, depth)
+            check_graphs(schedule, requests, max(sizes))
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
@@ -651,19 +679,21 @@ def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
     return None
 
 
-def _certify(parallel: Any) -> None:
-    """Let vLLM's worker take the census once its weights are loaded."""
-    from vllm_b70.census.worker import WORKERS
-
-    if current().census == "off" or parallel.worker_cls in WORKERS.values():
+def _choose_worker(config: VllmConfig) -> None:
+    """Let vLLM's worker take the census, and skip draft steps where the schedule has depth 0."""
+    parallel = config.parallel_config
+    census, skipping = current().census != "off", _skips(config)
+    if not census and not skipping:
         return
-    if parallel.worker_cls not in WORKERS:
+    ours = workers.over(parallel.worker_cls, census=census, skipping=skipping)
+    if ours is None:
         _refuse(
             f"--worker-cls {parallel.worker_cls}",
-            "the census at start is part of a worker class of its own",
-            "leave it out, or set VLLM_B70_CENSUS=off",
+            "the census at start, and a schedule with depth 0, need a worker class of their own",
+            "leave it out; without such a schedule VLLM_B70_CENSUS=off does too",
         )
-    parallel.worker_cls = WORKERS[parallel.worker_cls]
+    else:
+        parallel.worker_cls = ours
 
 
 def _linears() -> Row:

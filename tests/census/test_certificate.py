@@ -203,14 +203,3 @@ def test_the_worker_asks_once_its_weights_are_loaded(mode, asked, monkeypatch):
     else:
         Worker().load_model(load_dummy_weights=False)
     assert events == ["loaded"] + ["asked"] * asked
-
-
-def test_worker_classes_are_made_over_vllms():
-    from vllm_b70.census import worker
-
-    stock = "vllm.v1.worker.gpu_worker.Worker"
-    made = getattr(worker, worker.WORKERS[stock].rpartition(".")[2])
-    assert made.__mro__[1] is worker.CensusMixin
-    assert f"{made.__mro__[2].__module__}.{made.__mro__[2].__name__}" == stock
-    with pytest.raises(AttributeError):
-        _ = worker.NoSuchWorker

@@ -128,6 +128,26 @@ def test_a_budget_whose_states_do_not_fit_32_bits_is_refused(heads, most, sequen
         check(most + 64)
 
 
+def speculating(schedule=None, **compilation):
+    given = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": schedule}
+    return config(
+        compilation_config=CompilationConfig(**compilation),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
+        speculative_config=types.SimpleNamespace(**given),
+    )
+
+
+def test_a_depth_that_no_graph_serves_is_refused():
+    Policy.check_device_choices(speculating(cudagraph_capture_sizes=[1, 2, 4]))
+    Policy.check_device_choices(speculating(cudagraph_capture_sizes=[2], cudagraph_mode="NONE"))
+    with pytest.raises(ValueError, match="3 draft tokens for 1 requests make steps of 4 rows"):
+        Policy.check_device_choices(speculating(cudagraph_capture_sizes=[1, 2]))
+    with pytest.raises(ValueError, match="2 draft tokens for 9 requests make steps of 27 rows"):
+        Policy.check_device_choices(
+            speculating([[1, 8, 3], [9, 64, 2]], cudagraph_capture_sizes=[1, 2, 4, 16])
+        )
+
+
 @pytest.mark.parametrize("chosen", [None, Backend.TRITON_ATTN])
 def test_attention_is_ours_whatever_else_is_installed(chosen):
     name = Policy.get_attn_backend_cls(chosen, selector())

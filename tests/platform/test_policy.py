@@ -53,7 +53,13 @@ ACCEPTED = {
         | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, 64, 0]]}
     },
 }
+SKIPPING = ACCEPTED["schedule"]
 REFUSED = {
+    "worker under a schedule": (
+        SKIPPING | {"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"},
+        {"VLLM_B70_CENSUS": "off"},
+        "--worker-cls vllm.v1.worker.worker_base.WorkerBase",
+    ),
     "prefix caching": ({"enable_prefix_caching": True}, {}, "prefix caching"),
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
     "two LoRA streams": (
@@ -172,11 +178,16 @@ def test_what_is_set_for_a_user_who_chose_nothing(results, case):
     assert "error" not in result, result
     assert result["scheduler"] == "vllm_b70.scheduling.scheduler.ChunkGridScheduler"
     assert result["ssm"] == "float32" and result["split"] == "0"
-    assert result["worker"] == "vllm_b70.census.worker.CensusCPUWorker"
     rows = {row["setting"]: row["value"] for row in result["policy"]}
     assert rows["scheduler"] == "ChunkGridScheduler" and rows["prefix caching"] == "off"
     assert rows["census"] == "strict"
     assert all(row["why"] for row in result["policy"])
+
+
+def test_every_worker_takes_the_census_and_only_a_schedule_with_depth_0_has_one_that_skips(results):
+    names = {case: results[case]["worker"].removeprefix("vllm_b70.workers.") for case in ACCEPTED}
+    every = dict.fromkeys(ACCEPTED, "CensusCpuWorker")
+    assert names == every | {"schedule": "CensusSkippingCpuWorker"}
 
 
 def test_the_execution_mode_is_the_users(results):

@@ -96,7 +96,7 @@ RESOLVED = {
     "communicator": "vllm_b70.layers.communicator.RankOrderXpuCommunicator",
     "quantization": "compressed-tensors",
     "dtype": "torch.float16",
-    "worker": "vllm.v1.worker.xpu_worker.XPUWorker",
+    "worker": "vllm_b70.workers.CensusXpuWorker",
     "v2 runner": True,
     "cards": 1,
     "scheduler": "vllm_b70.scheduling.scheduler.AsyncChunkGridScheduler",
@@ -133,7 +133,8 @@ EXPECTED = {
     "9b": {},
     "9b, MTP": {"draft": ["mtp", 3, None, "compressed-tensors"]},
     "9b, scheduled": {
-        "draft": ["mtp", 3, [[1, 8, 3], [9, 16, 1], [17, 64, 0]], "compressed-tensors"]
+        "worker": "vllm_b70.workers.CensusSkippingXpuWorker",
+        "draft": ["mtp", 3, [[1, 8, 3], [9, 16, 1], [17, 64, 0]], "compressed-tensors"],
     },
     "9b, two cards": {"cards": 2},
     "9b, two cards, MTP": {"cards": 2, "draft": ["mtp", 3, None, "compressed-tensors"]},

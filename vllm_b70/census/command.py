@@ -57,6 +57,8 @@ def _take(model: str, options: list[str], device: str | None) -> Certificate:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.executor.abstract import Executor
 
+    from vllm_b70 import workers
+
     if device is not None and current_platform.device_type != device:
         raise ValueError(
             f"this vLLM is built for {current_platform.device_type}, not for {device}: install "
@@ -65,9 +67,11 @@ def _take(model: str, options: list[str], device: str | None) -> Certificate:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(["--model", model, *options])
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-    from vllm_b70.census.worker import WORKERS
-
-    config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
+    parallel = config.parallel_config
+    certified = workers.over(parallel.worker_cls, census=True)
+    if certified is None:
+        raise ValueError(f"the census has no worker class over {parallel.worker_cls}")
+    parallel.worker_cls = certified
     executor = Executor.get_class(config)(config)
     try:
         found: Certificate = executor.collective_rpc("take_census", args=(True,))[0]

@@ -1,25 +1,13 @@
-"""vLLM's workers with a census between the loading of weights and everything that runs the model.
-
-Official seam: ``parallel_config.worker_cls``, which the platform sets to the name here of the class
-that vLLM picked.
-"""
+"""A census between the loading of weights and everything that runs the model."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_b70.compat.seams import require
 from vllm_b70.settings import current
 
-#: vLLM's worker classes and ours over them.
-WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_b70.census.worker.CensusCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "vllm_b70.census.worker.CensusWorker",
-    "vllm.v1.worker.xpu_worker.XPUWorker": "vllm_b70.census.worker.CensusXPUWorker",
-}
+require("worker_load")
 
 
 class CensusMixin:
@@ -41,18 +29,3 @@ class CensusMixin:
         models = [worker.get_model(), worker.get_draft_model()]
         models = [model for model in models if model is not None]
         return take(models, worker.vllm_config, worker.device, anew)
-
-
-@functools.cache
-def _worker(name: str) -> type:
-    require("worker_load")
-    base = next(stock for stock, ours in WORKERS.items() if ours.rpartition(".")[2] == name)
-    members = {"__module__": __name__, "__qualname__": name, "__doc__": f"{base}, certified."}
-    return type(name, (CensusMixin, resolve_obj_by_qualname(base)), members)
-
-
-def __getattr__(name: str) -> type:
-    """Our worker classes by name, made when vLLM asks: each needs a vLLM built for its device."""
-    if name in {ours.rpartition(".")[2] for ours in WORKERS.values()}:
-        return _worker(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
