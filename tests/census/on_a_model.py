@@ -96,8 +96,6 @@ def installed(models, probe):
     ops = torch.ops.vllm_b70
     if probe.op in ("linear", "lm_head"):
         return [(ops, "linear" if cpu else "gemm")]
-    if probe.op == "lm_head_argmax":
-        return [(ops, "gemm_argmax")]
     if probe.op == "int4_linear":
         return [(ops, "int4_linear" if cpu else "int4_gemm")]
     if probe.op == "gated_rms_norm":
@@ -177,7 +175,7 @@ def main(model, device, repeats, plants):
     }  # fmt: skip
     worker, config = load(model, **options)
     assert worker.device.type == device
-    models = [worker.get_model(), worker.get_draft_model()]
+    models = [worker.get_model()]
     with torch.inference_mode(), set_current_vllm_config(config):
         probes = find(models, config, worker.device)
         print("LOADED", round(time.perf_counter() - begun, 1), flush=True)

@@ -184,9 +184,6 @@ def test_the_worker_asks_once_its_weights_are_loaded(mode, asked, monkeypatch):
         def get_model(self):
             return "model"
 
-        def get_draft_model(self):
-            return None
-
     class Worker(worker.CensusMixin, Stock):
         pass
 

@@ -140,6 +140,7 @@ EXPECTED = {
     "9b, two cards, MTP": {"cards": 2, "draft": ["mtp", 3, None, "compressed-tensors"]},
     "9b, two cards, scheduled": {
         "cards": 2,
+        "worker": "vllm_b70.workers.CensusSkippingXpuWorker",
         "draft": ["mtp", 3, [[1, 8, 3], [9, 16, 1], [17, 64, 0]], "compressed-tensors"],
     },
     "27b, two cards": RESOLVED_27B,

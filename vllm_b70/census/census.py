@@ -44,7 +44,7 @@ def take(
     """Certify every distinct op and shape on the path of some models.
 
     Args:
-        models: The model, and the draft model if there is one, loaded.
+        models: The target model, loaded.
         config: The server's.
         device: Where they are.
         anew: Ask every op even if there is a certificate.

@@ -57,7 +57,7 @@ def find(models: list[torch.nn.Module], config: VllmConfig, device: torch.device
     """All distinct probes of some models.
 
     Args:
-        models: The model, and the draft model if there is one.
+        models: The target model. What a draft model computes is verified, and needs no census.
         config: The server's.
         device: Where the models are.
     """
@@ -88,7 +88,6 @@ class _Finder:
         self.sampled = min(self.tokens, self.requests * (self.depth + 1))
         graphs = config.compilation_config.cudagraph_capture_sizes or []
         self.special = tuple(graphs) if device.type != "cpu" else ()
-        self.argmax = bool(getattr(speculative, "use_local_argmax_reduction", False))
 
     def probes(self, model: torch.nn.Module) -> Iterator[Probe]:
         """The probes of one model, in the order of its modules."""
@@ -100,9 +99,9 @@ class _Finder:
         for name, module in model.named_modules():
             if "visual" in name.split("."):
                 continue  # images are served without the promise
-            yield from self.of(name, module, head)
+            yield from self.of(name, module)
 
-    def of(self, name: str, module: Any, head: Any) -> Iterator[Probe]:
+    def of(self, name: str, module: Any) -> Iterator[Probe]:
         """The probes of one module."""
         if isinstance(module, LinearBase):
             # The gated delta net keeps its convolution's weight, [D, 1, W], in a linear layer.
@@ -120,9 +119,6 @@ class _Finder:
             if name.rpartition(".")[2] not in ("q_norm", "k_norm"):
                 yield self.norm(module, False)
                 yield self.norm(module, True)
-        elif isinstance(module, LogitsProcessor):
-            if self.argmax and head is not None:
-                yield self.top_tokens(module, head)
         elif isinstance(getattr(module, "act_fn", None), SiluAndMul):
             yield self.silu_and_mul(module)
         elif not list(module.children()) and not self.idle(module):
@@ -131,7 +127,7 @@ class _Finder:
     @staticmethod
     def idle(module: torch.nn.Module) -> bool:
         """Whether a leaf is covered by a probe of its parent, or needs none."""
-        covered = (SiluAndMul, RMSNormGated, VocabParallelEmbedding)
+        covered = (SiluAndMul, RMSNormGated, VocabParallelEmbedding, LogitsProcessor)
         return isinstance(module, covered) or type(module).__name__ in IDLE
 
     def rows(
@@ -206,18 +202,6 @@ class _Finder:
 
         return self.rows(
             "lm_head", f"{columns}x{depth}", run, depth, results=columns, cost=depth * columns,
-            rows=self.sampled,
-        )  # fmt: skip
-
-    def top_tokens(self, processor: Any, head: Any) -> Probe:
-        """The argmax inside the lm_head's GEMM, which picks drafts."""
-        columns, depth = head.num_embeddings_per_partition, head.embedding_dim
-
-        def run(x: torch.Tensor) -> Tensors:
-            return (processor.get_top_tokens(head, x),)
-
-        return self.rows(
-            "lm_head_argmax", f"{columns}x{depth}", run, depth, results=1, cost=depth * columns,
             rows=self.sampled,
         )  # fmt: skip
 

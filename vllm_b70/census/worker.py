@@ -22,10 +22,9 @@ class CensusMixin:
             enforce(self.take_census(), mode)
 
     def take_census(self, anew: bool = False) -> Any:
-        """The certificate of the loaded model and its draft model; see ``census.take``."""
+        """The certificate of the loaded model; see ``census.take``. Drafts are verified by it, so
+        that nothing in the draft model can change a token."""
         from vllm_b70.census.census import take
 
         worker: Any = self
-        models = [worker.get_model(), worker.get_draft_model()]
-        models = [model for model in models if model is not None]
-        return take(models, worker.vllm_config, worker.device, anew)
+        return take([worker.get_model()], worker.vllm_config, worker.device, anew)
