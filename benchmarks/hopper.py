@@ -37,6 +37,7 @@ class Case:
         dtype: ``fp16`` or ``bf16``.
         full: With zero points, bias, and a last tile that is cut off; else without.
         aligned: N is known to be a multiple of 16.
+        side: The parts are side by side.
     """
 
     bm: int
@@ -44,6 +45,7 @@ class Case:
     dtype: str
     full: bool = False
     aligned: bool = True
+    side: bool = False
 
 
 def cases() -> Iterator[Case]:
@@ -70,15 +72,15 @@ def compile_case(case: Case) -> Any:
     types = {
         "x_at": f"tensordesc<{case.dtype}[{case.bm}, 128],{layout!r}>",
         "words": "*i32", "scale": pointer, "offset": "*i32", "bias": pointer, "out": pointer,
-        "M": "i32", "N": "i32", "NP": "i32", "groups": "i32", "row_tiles": "i32",
-        "column_tiles": "i32", "zero": "i32",
+        "state": "*fp32", "done": "*i32", "M": "i32", "N": "i32", "NP": "i32", "groups": "i32", "row_tiles": "i32",
+        "column_tiles": "i32", "strided": "i32",
     }  # fmt: skip
     constants = {
-        "PARTS": case.parts, "BM": case.bm, "STAGES": hopper.stages(case.bm),
+        "PARTS": case.parts, "SIDE": case.side, "BM": case.bm, "STAGES": hopper.stages(case.bm),
         "FP16": case.dtype == "fp16", "ASYMMETRIC": case.full, "BIAS": case.full,
         "EVEN_N": not case.full,
     }  # fmt: skip
-    aligned = ["words", "scale", "offset", "bias", "out", "NP"] + ["N"] * case.aligned
+    aligned = ["words", "scale", "offset", "bias", "state", "done", "out", "NP"] + ["N"] * case.aligned
     place = walk.arg_names.index
     source = GluonASTSource(
         fn=walk,

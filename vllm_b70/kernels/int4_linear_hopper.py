@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_b70.kernels import int4_linear
+from vllm_b70.kernels import hopper_schedule, int4_linear
 
 #: Columns of a tile; a warp group has half of them.
 BN = gl.constexpr(128)
@@ -70,6 +70,11 @@ _reinterpret = (
 )
 #: The same instructions as Triton's kernels, compiled as Gluon.
 _pairs = gluon.jit(int4_linear._pairs_cuda.fn)
+#: The schedule.
+_cut = gluon.jit(hopper_schedule.cut)
+_piece_at = gluon.jit(hopper_schedule.piece_at)
+_segment = gluon.jit(hopper_schedule.segment)
+_holders = gluon.jit(hopper_schedule.holders)
 
 
 @gluon.constexpr_function
@@ -111,17 +116,17 @@ def _weight(words, offset, MMA: gl.constexpr, FP16: gl.constexpr):
 
 
 @gluon.jit
-def _load(words, scale, offset, z, group, end, column, next_column, rows_w, rows_s, NP,
+def _load(words, scale, offset, z, group, end, column, next_first, next_column, rows_w, rows_s, NP,
           ASYMMETRIC: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
     """A group's words [64, 16], scales [64] and offsets [64, 1], from a column on; from group
-    ``end`` on, those of the next tile's first groups.
+    ``end`` on, those of the next segment's first groups.
 
     The scalar part of an address is added to the pointer, so that each thread keeps one small
     offset. Columns past NP repeat the last one; their sums are not stored.
     """
     past = group >= end
     column = gl.where(past, next_column, column)
-    at = gl.where(past, group - end, group) * NP + column
+    at = gl.where(past, group - end + next_first, group) * NP + column
     if not EVEN_N:
         rows_w = gl.minimum(rows_w, NP - 1 - column)
         rows_s = gl.minimum(rows_s, NP - 1 - column)
@@ -142,9 +147,9 @@ def _place(tile, row_tiles, column_tiles, BM: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(words, group, groups, column, NP):
+def _prefetch(words, group, last, column, NP):
     """Have the words of a tile's group brought to the L2; one thread asks for it."""
-    if group < groups:
+    if group < last:
         at = (words + (group * NP + column) * 16).to(gl.int64)
         gl.inline_asm_elementwise(
             """{
@@ -162,16 +167,86 @@ def _prefetch(words, group, groups, column, NP):
 
 
 @gluon.jit
-def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles,
-             BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Fill the ring with the groups of x of this program's tiles, as its slots become free."""
+def _await(counter, least):
+    """Wait until a counter has a value; what was published before is then visible to the thread."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred less;
+        .reg .b32 value;
+        again:
+        ld.acquire.gpu.global.b32 value, [$1];
+        setp.lt.s32 less, value, $2;
+        @less bra again;
+        mov.b32 $0, value;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), least],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # The other threads have waited too: the counter may be changed.
+    _barrier()
+
+
+@gluon.jit
+def _count(counter, last):
+    """Add one to a counter, after all that this warp group has stored, or back to zero from
+    ``last``. One thread does, the first of the four warps."""
+    _barrier()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, end;
+        .reg .b32 value;
+        mov.u32 value, %tid.x;
+        and.b32 value, value, 127;
+        setp.eq.u32 one, value, 0;
+        mov.b32 value, -1;
+        @one atom.add.acq_rel.gpu.global.s32 value, [$1], 1;
+        setp.eq.s32 end, value, $2;
+        @end st.relaxed.gpu.global.b32 [$1], 0;
+        mov.b32 $0, value;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), last],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _range(strided, tiles, groups, PIECES: gl.constexpr):
+    """This program's whole tiles and segments, its last piece, and its range."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    start = _cut(program, programs, tiles - strided, groups, PIECES)
+    stop = _cut(program + 1, programs, tiles - strided, groups, PIECES)
+    whole = (strided - program + programs - 1) // programs
+    last_piece = _piece_at(stop - 1, groups, PIECES)
+    segments = whole
+    if stop > start:
+        segments += last_piece - _piece_at(start, groups, PIECES) + 1
+    return whole, segments, last_piece, start, stop
+
+
+@gluon.jit
+def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, strided,
+             PIECES: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fill the ring with the groups of x of this program's segments, as its slots become free."""
     step = 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+    whole, segments, last_piece, start, stop = _range(
+        strided, row_tiles * column_tiles, groups, PIECES
+    )
+    for i in range(segments):
+        tile, first, last, _, _ = _segment(
+            i, whole, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop,
+            groups, PIECES,
+        )  # fmt: skip
         row, column = _place(tile, row_tiles, column_tiles, BM)
-        for i in gl.static_range(AHEAD):
-            _prefetch(words, i, groups, column, NP)
-        for group in range(0, groups):
-            _prefetch(words, group + AHEAD, groups, column, NP)
+        for ahead in gl.static_range(AHEAD):
+            _prefetch(words, first + ahead, last, column, NP)
+        for group in range(first, last):
+            _prefetch(words, group + AHEAD, last, column, NP)
             slot = step % STAGES
             # On a new barrier the wait for the phase before the first returns at once.
             mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
@@ -182,16 +257,52 @@ def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles
 
 
 @gluon.jit
-def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP, groups,
-             row_tiles, column_tiles, zero, HALF: gl.constexpr, PARTS: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, FP16: gl.constexpr, ASYMMETRIC: gl.constexpr,
-             BIAS: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
-    """Multiply half of the columns of each of this program's tiles, as one warp group."""
+def _add_parts(partial, counters, bias, out, M, N, groups, row_tiles, column_tiles, start, stop,
+               HALF: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr,
+               BIAS: gl.constexpr):  # fmt: skip
+    """Add the parts of the tiles that this program has a segment of, in index order. Those who have
+    one share the rows of the tile, 16 at a time."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    tiles = row_tiles * column_tiles
+    inside = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    for tile in range(start // groups, (stop - 1) // groups + 1):
+        _await(counters + tile * 2, PARTS)
+        row, column = _place(tile, row_tiles, column_tiles, BM)
+        column += HALF * 64
+        begin, end = _holders(tile, programs, tiles, groups)
+        for sixteen in range(program - begin, BM // 16, end - begin + 1):
+            at = partial + (tile * (PARTS * 2) * BM + sixteen * 16) * 64
+            at += inside * 64 + gl.expand_dims(n, 0)
+            y = gl.load(at, cache_modifier=".cg")
+            for part in gl.static_range(1, PARTS):
+                y += gl.load(at + part * 2 * BM * 64, cache_modifier=".cg")
+            if BIAS:
+                b = gl.load(bias + column + n, mask=column + n < N, other=0.0)
+                y += gl.expand_dims(b.to(gl.float32), 0)
+            m = row + sixteen * 16 + inside
+            gl.store(
+                out + (m.to(gl.int64) * N + gl.expand_dims(column + n, 0)),
+                y.to(out.dtype.element_ty),
+                mask=(m < M) & gl.expand_dims(column + n < N, 0),
+            )  # fmt: skip
+        _count(counters + tile * 2, PARTS + end - begin)
+
+
+@gluon.jit
+def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state, done, out, M, N,
+             NP, groups, row_tiles, column_tiles, strided, HALF: gl.constexpr, PARTS: gl.constexpr,
+             SIDE: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, FP16: gl.constexpr,
+             ASYMMETRIC: gl.constexpr, BIAS: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
+    """Multiply half of the columns of each of this program's segments, as one warp group."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     WORDS: gl.constexpr = _word_layout()
     DTYPE: gl.constexpr = x_at.dtype
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
+    PIECES: gl.constexpr = PARTS if SIDE else 1
+    SIZE: gl.constexpr = 64 * BM
     rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
     rows_s = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     middle: gl.constexpr = 0x64086408 if FP16 else 0x43084308
@@ -199,28 +310,56 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M
     none = gl.zeros((64, BM), gl.float32, MMA)
     total = totals.index(HALF)
     step = 0
+    program, programs = gl.program_id(0), gl.num_programs(0)
     tiles = row_tiles * column_tiles
-    _, column = _place(gl.program_id(0), row_tiles, column_tiles, BM)
+    whole, segments, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
+    # Sums that are handed on: first those inside a piece, which the next program goes on with, then
+    # if the parts are side by side those of whole parts. In memory columns are neighbours.
+    state += HALF * SIZE
+    done += HALF
+    inside = gl.expand_dims(rows_s, 1)
+    inside += gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, MMA)), 0) * 64
+    tile, first, last, low, high = _segment(
+        0, whole, program, programs, strided, last_piece, start, stop, groups, PIECES
+    )
+    row, column = _place(tile, row_tiles, column_tiles, BM)
     column += HALF * 64
     # The first group's words become the weight; those of the second are on their way.
     w, s, z = _load(
-        words, scale, offset, z, 0, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
-    )
+        words, scale, offset, z, first, last, column, first, column, rows_w, rows_s, NP,
+        ASYMMETRIC, EVEN_N,
+    )  # fmt: skip
     a = _weight(w, z, MMA, FP16)
     w, s_next, z = _load(
-        words, scale, offset, z, 1, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
-    )
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = _place(tile, row_tiles, column_tiles, BM)
-        column += HALF * 64
-        after = tile + gl.num_programs(0)
-        # After the last tile its own words are loaded once more, and not used.
-        _, next_column = _place(gl.where(after < tiles, after, tile), row_tiles, column_tiles, BM)
+        words, scale, offset, z, first + 1, last, column, first, column, rows_w, rows_s, NP,
+        ASYMMETRIC, EVEN_N,
+    )  # fmt: skip
+    for i in range(segments):
+        # After the last segment its own words are loaded once more, and not used.
+        next_tile, next_first, next_last, next_low, next_high = _segment(
+            min(i + 1, segments - 1), whole, program, programs, strided, last_piece, start, stop,
+            groups, PIECES,
+        )  # fmt: skip
+        next_row, next_column = _place(next_tile, row_tiles, column_tiles, BM)
         next_column += HALF * 64
+        part = _piece_at(first, groups, PARTS)
         acc = none
-        # zero is 0: it keeps the compiler from a copy of the loop over groups for each part.
-        for part in range(PARTS + zero):
-            for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
+        if first > low:
+            _await(done + (program - 1) * 2, 1)
+            if not SIDE:
+                if part > 0:
+                    total.store(
+                        gl.load(state + (programs + program - 1) * (2 * SIZE) + inside,
+                                cache_modifier=".cg")
+                    )  # fmt: skip
+            if first > part * groups // PARTS:
+                acc = gl.load(
+                    state + (program - 1) * (2 * SIZE) + inside, cache_modifier=".cg"
+                )  # fmt: skip
+            _count(done + (program - 1) * 2, 1)
+        for part in range(part, _piece_at(last - 1, groups, PARTS) + 1):
+            end = (part + 1) * groups // PARTS
+            for group in range(max(first, part * groups // PARTS), min(last, end)):
                 slot = step % STAGES
                 mbarrier.wait(full.index(slot), step // STAGES & 1)
                 p = warpgroup_mma(
@@ -231,8 +370,8 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M
                 s_this = s
                 s = s_next
                 w, s_next, z = _load(
-                    words, scale, offset, z, group + 2, groups, column, next_column, rows_w,
-                    rows_s, NP, ASYMMETRIC, EVEN_N,
+                    words, scale, offset, z, group + 2, last, column, next_first, next_column,
+                    rows_w, rows_s, NP, ASYMMETRIC, EVEN_N,
                 )  # fmt: skip
                 p, a, a_next = warpgroup_mma_wait(0, deps=[p, a, a_next])
                 a = a_next
@@ -245,36 +384,58 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M
             # A part's sum always goes through the total, in whole 16-byte pieces: that keeps ptxas
             # from moving the sums between registers, and spilling, in the loop over groups.
             y = acc
-            if part > 0:
-                y = total.load(MMA) + y
-            total.store(y)
+            if end > last:
+                gl.store(state + program * (2 * SIZE) + inside, y)
+            elif SIDE:
+                gl.store(state + (programs + tile * PARTS + part) * (2 * SIZE) + inside, y)
+            else:
+                if part > 0:
+                    y = total.load(MMA) + y
+                total.store(y)
             acc = none
-        y = total.load(MMA)
-        if BIAS:
-            b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
-            y += gl.expand_dims(b.to(gl.float32), 1)
-        # Through shared memory, where the total has been, to store 16 bytes along n.
-        stage = _reinterpret(total, DTYPE, [2, 64, BM], STAGED).index(0)
-        _barrier()
-        stage.store(y.to(DTYPE))
-        _barrier()
-        n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-        m = row + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
-        to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-        gl.store(
-            out + to, stage.load(STORE),
-            mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+        if last < high:
+            if not SIDE:
+                if _piece_at(last, groups, PARTS) > 0:
+                    gl.store(state + (programs + program) * (2 * SIZE) + inside, total.load(MMA))
+            _count(done + program * 2, -2)
+        elif SIDE:
+            _count(done + (programs + tile) * 2, -2)
+        else:
+            y = total.load(MMA)
+            if BIAS:
+                b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
+                y += gl.expand_dims(b.to(gl.float32), 1)
+            # Through shared memory, where the total has been, to store 16 bytes along n.
+            stage = _reinterpret(total, DTYPE, [2, 64, BM], STAGED).index(0)
+            _barrier()
+            stage.store(y.to(DTYPE))
+            _barrier()
+            n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+            m = row + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
+            to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+            gl.store(
+                out + to, stage.load(STORE),
+                mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+            )  # fmt: skip
+        tile, first, last, low, high = next_tile, next_first, next_last, next_low, next_high
+        row, column = next_row, next_column
+    if SIDE:
+        _add_parts(
+            state + programs * (2 * SIZE), done + programs * 2, bias, out, M, N, groups, row_tiles,
+            column_tiles, start, stop, HALF, PARTS, BM, BIAS,
         )  # fmt: skip
 
 
 # The row count must neither be a constant of a kernel nor choose between two compilations of it.
-@gluon.jit(do_not_specialize=["M", "groups", "row_tiles", "column_tiles", "zero"])
+@gluon.jit(do_not_specialize=["M", "groups", "row_tiles", "column_tiles", "strided"])
 def walk(
     x_at,
     words,
     scale,
     offset,
     bias,
+    state,
+    done,
     out,
     M,
     N,
@@ -282,8 +443,9 @@ def walk(
     groups,
     row_tiles,
     column_tiles,
-    zero,
+    strided,
     PARTS: gl.constexpr,
+    SIDE: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     FP16: gl.constexpr,
@@ -322,14 +484,14 @@ def walk(
     _barrier()
     gl.warp_specialize(
         [
-            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
-                        groups, row_tiles, column_tiles, zero, 0, PARTS, BM, STAGES, FP16,
-                        ASYMMETRIC, BIAS, EVEN_N)),
-            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
-                        groups, row_tiles, column_tiles, zero, 1, PARTS, BM, STAGES, FP16,
-                        ASYMMETRIC, BIAS, EVEN_N)),
-            (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, BM,
-                        STAGES)),
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done, out,
+                        M, N, NP, groups, row_tiles, column_tiles, strided, 0, PARTS, SIDE, BM,
+                        STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done, out,
+                        M, N, NP, groups, row_tiles, column_tiles, strided, 1, PARTS, SIDE, BM,
+                        STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+            (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, strided,
+                        PARTS if SIDE else 1, BM, STAGES)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
