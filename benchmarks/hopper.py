@@ -55,6 +55,7 @@ def cases() -> Iterator[Case]:
             yield Case(bm, parts, "fp16")
         for dtype in ("fp16", "bf16"):
             yield Case(bm, 3, dtype, full=True, aligned=dtype == "fp16")
+            yield Case(bm, 8, dtype, full=dtype == "bf16", side=True)
         yield Case(bm, 2, "bf16")
 
 

@@ -215,6 +215,53 @@ def _count(counter, last):
     )
 
 
+@gluon.constexpr_function
+def _vectors(bm, store):
+    """PTX, and its operands, that stores or loads a thread's registers of [64, bm] fp32 sums, in 16
+    byte pieces 2 KiB apart: of 8 rows each, in the matrix unit's order."""
+    registers = bm // 2
+    pointer = registers * (2 if store else 1)
+    body = [
+        "{",
+        ".reg .b32 thread;",
+        ".reg .b64 at;",
+        "mov.u32 thread, %tid.x;",
+        "and.b32 thread, thread, 127;",
+        f"mad.wide.u32 at, thread, 16, ${pointer};",
+    ]
+    for i in range(0, registers, 4):
+        four = ", ".join(f"${i + j}" for j in range(4))
+        if store:
+            body.append(f"st.global.v4.f32 [at + {i * 512}], {{{four}}};")
+        else:
+            body.append(f"ld.global.cg.v4.f32 {{{four}}}, [at + {i * 512}];")
+    outputs = ["=f"] * registers
+    # A value that is stored is also the result, in the same register.
+    values = [str(i) for i in range(registers)] if store else []
+    return "\n".join([*body, "}"]), ",".join([*outputs, *values, *["l"] * registers])
+
+
+@gluon.jit
+def _keep(at, y):
+    """Store sums [64, BM] where ``_fetch`` finds them: each thread's own, at one address plus
+    constants. With an address a value the compiler would keep them all in registers, and spill."""
+    CODE: gl.constexpr = _vectors(y.shape[1], True)
+    places = gl.full(y.shape, 0, gl.int64, y.type.layout) + at.to(gl.int64)
+    gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [y, places], dtype=gl.float32, is_pure=False, pack=y.shape[1] // 2
+    )
+
+
+@gluon.jit
+def _fetch(at, none):
+    """Load sums that ``_keep`` stored, or of 8 rows each 2 KiB of them, past the L1."""
+    CODE: gl.constexpr = _vectors(none.shape[1], False)
+    places = gl.full(none.shape, 0, gl.int64, none.type.layout) + at.to(gl.int64)
+    return gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [places], dtype=gl.float32, is_pure=False, pack=none.shape[1] // 2
+    )
+
+
 @gluon.jit
 def _range(strided, tiles, groups, PIECES: gl.constexpr):
     """This program's whole tiles and segments, its last piece, and its range."""
@@ -262,30 +309,30 @@ def _add_parts(partial, counters, bias, out, M, N, groups, row_tiles, column_til
                BIAS: gl.constexpr):  # fmt: skip
     """Add the parts of the tiles that this program has a segment of, in index order. Those who have
     one share the rows of the tile, 16 at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     program, programs = gl.program_id(0), gl.num_programs(0)
     tiles = row_tiles * column_tiles
-    inside = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    n = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    none = gl.zeros((64, 16), gl.float32, MMA)
+    rows_n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    rows_m = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
     for tile in range(start // groups, (stop - 1) // groups + 1):
         _await(counters + tile * 2, PARTS)
         row, column = _place(tile, row_tiles, column_tiles, BM)
-        column += HALF * 64
+        n = column + HALF * 64 + rows_n
         begin, end = _holders(tile, programs, tiles, groups)
         for sixteen in range(program - begin, BM // 16, end - begin + 1):
-            at = partial + (tile * (PARTS * 2) * BM + sixteen * 16) * 64
-            at += inside * 64 + gl.expand_dims(n, 0)
-            y = gl.load(at, cache_modifier=".cg")
+            at = partial + tile * (PARTS * 2 * 64 * BM) + sixteen * (16 * 64)
+            y = _fetch(at, none)
             for part in gl.static_range(1, PARTS):
-                y += gl.load(at + part * 2 * BM * 64, cache_modifier=".cg")
+                y += _fetch(at + part * (2 * 64 * BM), none)
             if BIAS:
-                b = gl.load(bias + column + n, mask=column + n < N, other=0.0)
-                y += gl.expand_dims(b.to(gl.float32), 0)
-            m = row + sixteen * 16 + inside
+                b = gl.load(bias + n, mask=n < N, other=0.0)
+                y += gl.expand_dims(b.to(gl.float32), 1)
+            m = row + sixteen * 16 + rows_m
+            to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
             gl.store(
-                out + (m.to(gl.int64) * N + gl.expand_dims(column + n, 0)),
-                y.to(out.dtype.element_ty),
-                mask=(m < M) & gl.expand_dims(column + n < N, 0),
+                out + to, y.to(out.dtype.element_ty),
+                mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
             )  # fmt: skip
         _count(counters + tile * 2, PARTS + end - begin)
 
@@ -314,11 +361,9 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
     tiles = row_tiles * column_tiles
     whole, segments, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
     # Sums that are handed on: first those inside a piece, which the next program goes on with, then
-    # if the parts are side by side those of whole parts. In memory columns are neighbours.
+    # if the parts are side by side those of whole parts.
     state += HALF * SIZE
     done += HALF
-    inside = gl.expand_dims(rows_s, 1)
-    inside += gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, MMA)), 0) * 64
     tile, first, last, low, high = _segment(
         0, whole, program, programs, strided, last_piece, start, stop, groups, PIECES
     )
@@ -348,14 +393,9 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
             _await(done + (program - 1) * 2, 1)
             if not SIDE:
                 if part > 0:
-                    total.store(
-                        gl.load(state + (programs + program - 1) * (2 * SIZE) + inside,
-                                cache_modifier=".cg")
-                    )  # fmt: skip
+                    total.store(_fetch(state + (programs + program - 1) * (2 * SIZE), none))
             if first > part * groups // PARTS:
-                acc = gl.load(
-                    state + (program - 1) * (2 * SIZE) + inside, cache_modifier=".cg"
-                )  # fmt: skip
+                acc = _fetch(state + (program - 1) * (2 * SIZE), none)
             _count(done + (program - 1) * 2, 1)
         for part in range(part, _piece_at(last - 1, groups, PARTS) + 1):
             end = (part + 1) * groups // PARTS
@@ -385,9 +425,9 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
             # from moving the sums between registers, and spilling, in the loop over groups.
             y = acc
             if end > last:
-                gl.store(state + program * (2 * SIZE) + inside, y)
+                _keep(state + program * (2 * SIZE), y)
             elif SIDE:
-                gl.store(state + (programs + tile * PARTS + part) * (2 * SIZE) + inside, y)
+                _keep(state + (programs + tile * PARTS + part) * (2 * SIZE), y)
             else:
                 if part > 0:
                     y = total.load(MMA) + y
@@ -396,7 +436,7 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
         if last < high:
             if not SIDE:
                 if _piece_at(last, groups, PARTS) > 0:
-                    gl.store(state + (programs + program) * (2 * SIZE) + inside, total.load(MMA))
+                    _keep(state + (programs + program) * (2 * SIZE), total.load(MMA))
             _count(done + program * 2, -2)
         elif SIDE:
             _count(done + (programs + tile) * 2, -2)
