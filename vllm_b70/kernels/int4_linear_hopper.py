@@ -263,6 +263,20 @@ def _fetch(at, none):
 
 
 @gluon.jit
+def _uniform(value):
+    """An integer that all threads have, for a compiler that does not see that they do: what follows
+    from it is then computed once a warp. Divisions are what hides it."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [value],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _range(strided, tiles, groups, PIECES: gl.constexpr):
     """This program's whole tiles and segments, its last piece, and its range."""
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -273,7 +287,22 @@ def _range(strided, tiles, groups, PIECES: gl.constexpr):
     segments = whole
     if stop > start:
         segments += last_piece - _piece_at(start, groups, PIECES) + 1
-    return whole, segments, last_piece, start, stop
+    return _uniform(whole), _uniform(segments), _uniform(last_piece), _uniform(start), _uniform(stop)
+
+
+@gluon.jit
+def _work(i, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles,
+          PIECES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+    """This program's i-th segment as ``segment`` gives it, and its tile's first row and column."""
+    tile, first, last, low, high = _segment(
+        i, whole, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop, groups,
+        PIECES,
+    )  # fmt: skip
+    row, column = _place(tile, row_tiles, column_tiles, BM)
+    return (
+        _uniform(tile), _uniform(first), _uniform(last), _uniform(low), _uniform(high),
+        _uniform(row), _uniform(column),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -285,11 +314,9 @@ def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles
         strided, row_tiles * column_tiles, groups, PIECES
     )
     for i in range(segments):
-        tile, first, last, _, _ = _segment(
-            i, whole, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop,
-            groups, PIECES,
-        )  # fmt: skip
-        row, column = _place(tile, row_tiles, column_tiles, BM)
+        _, first, last, _, _, row, column = _work(
+            i, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+        )
         for ahead in gl.static_range(AHEAD):
             _prefetch(words, first + ahead, last, column, NP)
         for group in range(first, last):
@@ -364,10 +391,9 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
     # if the parts are side by side those of whole parts.
     state += HALF * SIZE
     done += HALF
-    tile, first, last, low, high = _segment(
-        0, whole, program, programs, strided, last_piece, start, stop, groups, PIECES
+    tile, first, last, low, high, row, column = _work(
+        0, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
     )
-    row, column = _place(tile, row_tiles, column_tiles, BM)
     column += HALF * 64
     # The first group's words become the weight; those of the second are on their way.
     w, s, z = _load(
@@ -381,13 +407,12 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
     )  # fmt: skip
     for i in range(segments):
         # After the last segment its own words are loaded once more, and not used.
-        next_tile, next_first, next_last, next_low, next_high = _segment(
-            min(i + 1, segments - 1), whole, program, programs, strided, last_piece, start, stop,
-            groups, PIECES,
+        next_tile, next_first, next_last, next_low, next_high, next_row, next_column = _work(
+            min(i + 1, segments - 1), whole, strided, last_piece, start, stop, groups, row_tiles,
+            column_tiles, PIECES, BM,
         )  # fmt: skip
-        next_row, next_column = _place(next_tile, row_tiles, column_tiles, BM)
         next_column += HALF * 64
-        part = _piece_at(first, groups, PARTS)
+        part = _uniform(_piece_at(first, groups, PARTS))
         acc = none
         if first > low:
             _await(done + (program - 1) * 2, 1)
@@ -397,7 +422,7 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
             if first > part * groups // PARTS:
                 acc = _fetch(state + (program - 1) * (2 * SIZE), none)
             _count(done + (program - 1) * 2, 1)
-        for part in range(part, _piece_at(last - 1, groups, PARTS) + 1):
+        for part in range(part, _uniform(_piece_at(last - 1, groups, PARTS)) + 1):
             end = (part + 1) * groups // PARTS
             for group in range(max(first, part * groups // PARTS), min(last, end)):
                 slot = step % STAGES
