@@ -35,6 +35,8 @@ class Tile:
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
+        cut: What the programs of ``hopper`` share to be done at the same time: "" nothing,
+            ``tiles``, or ``parts``: tiles whose parts are side by side.
     """
 
     kernel: str
@@ -49,6 +51,7 @@ class Tile:
     left: bool = False
     step: int = 0
     grf: int = 0
+    cut: str = ""
 
 
 @dataclass(frozen=True)
