@@ -12,7 +12,8 @@ COUNTS = [*range(1, 30), 40, 64, 80, 127, 128, 131, 132, 133, 160, 192, 263, 264
 
 
 def programs_of(plan, count, groups, parts):
-    """The segments of each program, in its order, as the kernel finds them."""
+    """The segments of each program in its order, as the kernel finds them, and whether each is
+    shared: tile, first, last, first and last of its piece, shared."""
     pieces = parts if plan.side else 1
     shared = count - plan.strided
     found = []
@@ -21,19 +22,16 @@ def programs_of(plan, count, groups, parts):
             schedule.cut(p, plan.programs, shared, groups, pieces) for p in (program, program + 1)
         )
         whole = (plan.strided - program + plan.programs - 1) // plan.programs
-        last_piece = schedule.piece_at(max(stop - 1, 0), groups, pieces)
-        segments = whole
-        if stop > start:
-            segments += last_piece - schedule.piece_at(start, groups, pieces) + 1
-        found.append(
-            [
-                schedule.segment(
-                    i, whole, program, plan.programs, plan.strided, last_piece, start, stop, groups,
-                    pieces,
-                )
-                for i in range(segments)
-            ]
-        )  # fmt: skip
+        last_piece = schedule.piece_at(stop - 1, groups, pieces) if stop else 0
+        segments = last_piece - schedule.piece_at(start, groups, pieces) + 1 if stop > start else 0
+        found.append([])
+        for i in range(-whole, segments):
+            tile, first, last = schedule.segment(
+                i, program, plan.programs, plan.strided, last_piece, start, stop, groups, pieces
+            )
+            piece = schedule.piece_at(first, groups, pieces)
+            low, high = (p * groups // pieces for p in (piece, piece + 1))
+            found[-1].append((tile, first, last, low, high, i >= 0))
     return found
 
 
@@ -53,31 +51,23 @@ def test_every_group_once_and_in_order(shape, cut, processors):
         found = programs_of(plan, count, groups, parts)
         for program, segments in enumerate(found):
             assert segments, "the kernel loads the words of the first one"
-            shared = [s for s in segments if s[0] >= plan.strided]
-            assert segments[len(segments) - len(shared) :] == shared
-            for i, (tile, first, last, low, high) in enumerate(segments):
+            shared = [s for s in segments if s[-1]]
+            assert all((s[0] >= plan.strided) == s[-1] for s in segments)
+            for i, (tile, first, last, low, high, _) in enumerate(segments):
                 assert 0 <= low <= first and first + 2 <= last <= high <= groups
-                part = schedule.piece_at(low, groups, pieces)
-                borders = [p * groups // pieces for p in (part, part + 1)]
-                assert [low, high] == borders
                 if last < high:
-                    assert (tile, first, last, low, high) == shared[0] and first == low
-                    following = found[program + 1][-1]
-                    assert following[:2] == (tile, last) and following[2:] == (high, low, high)
+                    assert segments[i] == shared[0] and first == low
+                    assert found[program + 1][-1][:5] == (tile, last, high, low, high)
                 if first > low:
                     assert i == len(segments) - 1 and last == high
-                    assert found[program - 1][len(found[program - 1]) - len(shared_of(
-                        found[program - 1], plan.strided))][:3] == (tile, low, first)  # fmt: skip
+                    before = [s for s in found[program - 1] if s[-1]]
+                    assert before[0][:3] == (tile, low, first)
                 done.setdefault(tile, []).append((first, last))
         assert sorted(done) == list(range(count))
         for ranges in done.values():
             ranges.sort()
             assert ranges[0][0] == 0 and ranges[-1][1] == groups
             assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-
-
-def shared_of(segments, strided):
-    return [s for s in segments if s[0] >= strided]
 
 
 @pytest.mark.parametrize(("shape", "cut", "processors"), CASES, ids=str)
@@ -88,25 +78,25 @@ def test_no_program_waits_for_ever(shape, cut, processors):
     for count in COUNTS:
         plan = hopper.share(cut, count, groups, parts, processors, 64)
         counters = [0] * (plan.counters // 2)
+        base = count if plan.side else 0
 
-        def actions(program, segments, plan=plan, counters=counters, count=count):
+        def actions(program, segments, plan=plan, counters=counters, count=count, base=base):
             """What the kernel does with the counters; what it yields must become true first."""
-            shared = shared_of(segments, plan.strided)
-            for tile, first, last, low, high in segments:
+            for tile, first, last, low, high, _ in segments:
                 if first > low:
-                    yield lambda: counters[program - 1] >= 1
-                    leave(program - 1, 1)
+                    at = base + program - 1
+                    yield lambda at=at: counters[at] >= 1
+                    leave(at, 1)
                 if last < high:
-                    counters[program] += 1
+                    counters[base + program] += 1
                 elif plan.side:
-                    counters[plan.programs + tile] += 1
+                    counters[tile] += 1
             if plan.side:
-                for tile in range(shared[-1][0], shared[0][0] + 1):
-                    at = plan.programs + tile
-                    yield lambda at=at: counters[at] >= parts
+                for tile in range(segments[-1][0], segments[0][0] + 1):
+                    yield lambda tile=tile: counters[tile] >= parts
                     first, last = schedule.holders(tile, plan.programs, count, groups)
                     assert first <= program <= last
-                    leave(at, parts + last - first)
+                    leave(tile, parts + last - first)
 
         def leave(at, last, counters=counters):
             counters[at] = 0 if counters[at] == last else counters[at] + 1

@@ -44,32 +44,31 @@ def piece_at(at, groups, pieces):
     return tile * pieces + ((at - tile * groups + 1) * pieces - 1) // groups
 
 
-def segment(i, whole, program, programs, strided, last_piece, start, stop, groups, pieces):
-    """What a program computes as its i-th segment.
+def segment(i, program, programs, strided, last_piece, start, stop, groups, pieces):
+    """What a program computes, from its i = -n on if n whole tiles are its alone.
 
     Args:
-        i: From 0 on. The first ``whole`` are whole tiles, each ``programs`` behind the one before.
-        whole: Tiles that are this program's alone.
+        i: Below 0: a whole tile, each ``programs`` before the one of the next i. From 0 on: the
+            segments of the range, backwards.
         strided: Tiles that are not shared; the shared ones follow.
         last_piece: ``piece_at(stop - 1)``, counted from the first shared tile on.
         start, stop: The range, of positions.
 
     Returns:
-        Tile; first and last + 1 of the groups to compute; first and last + 1 of the piece's groups.
-        Where they begin later the program before has begun the piece; where they end sooner the next
-        program ends it.
+        Tile; first and last + 1 of the groups to compute. Where they begin behind the first group of
+        the piece the program before has begun it; where they end sooner the next program ends it.
     """
-    shared = i >= whole
-    piece = last_piece - (i - whole) if shared else 0
+    piece = last_piece - max(i, 0)
     tile = piece // pieces
     part = piece - tile * pieces
-    at = tile * groups
-    low = part * groups // pieces if shared else 0
-    high = (part + 1) * groups // pieces if shared else groups
-    first = max(start - at, low) if shared else 0
-    last = min(stop - at, high) if shared else groups
-    tile = tile + strided if shared else program + i * programs
-    return tile, first, last, low, high
+    first = max(start - tile * groups, part * groups // pieces)
+    last = min(stop - tile * groups, (part + 1) * groups // pieces)
+    alone = i < 0
+    return (
+        program - (i + 1) * programs if alone else strided + tile,
+        0 if alone else first,
+        groups if alone else last,
+    )
 
 
 def holders(tile, programs, tiles, groups):

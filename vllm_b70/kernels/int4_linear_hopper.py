@@ -278,31 +278,49 @@ def _uniform(value):
 
 @gluon.jit
 def _range(strided, tiles, groups, PIECES: gl.constexpr):
-    """This program's whole tiles and segments, its last piece, and its range."""
+    """This program's first and last + 1 i for ``segment``, its last piece, and its range."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     start = _cut(program, programs, tiles - strided, groups, PIECES)
     stop = _cut(program + 1, programs, tiles - strided, groups, PIECES)
     whole = (strided - program + programs - 1) // programs
     last_piece = _piece_at(stop - 1, groups, PIECES)
-    segments = whole
-    if stop > start:
-        segments += last_piece - _piece_at(start, groups, PIECES) + 1
-    return _uniform(whole), _uniform(segments), _uniform(last_piece), _uniform(start), _uniform(stop)
+    segments = last_piece - _piece_at(start, groups, PIECES) + 1 if stop > start else 0
+    return _uniform(-whole), _uniform(segments), _uniform(last_piece), _uniform(start), _uniform(stop)
 
 
 @gluon.jit
-def _work(i, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles,
+def _program():
+    """``program_id``, read where it is asked for: what follows from it is then not kept in registers
+    through the loop over groups."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sums(state, n, HALF: gl.constexpr, BM: gl.constexpr):
+    """Where a warp group's half of the n-th tile of sums is kept."""
+    return state + (n * 2 + HALF) * (64 * BM)
+
+
+@gluon.jit
+def _after(value):
+    """The next integer, unknown to the compiler as such: it would derive it from another loop
+    variable, which only some of the registers that all threads share can hold."""
+    return gl.inline_asm_elementwise(
+        "add.s32 $0, $1, 1;", "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _work(i, strided, last_piece, start, stop, groups, row_tiles, column_tiles,
           PIECES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """This program's i-th segment as ``segment`` gives it, and its tile's first row and column."""
-    tile, first, last, low, high = _segment(
-        i, whole, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop, groups,
-        PIECES,
-    )  # fmt: skip
-    row, column = _place(tile, row_tiles, column_tiles, BM)
-    return (
-        _uniform(tile), _uniform(first), _uniform(last), _uniform(low), _uniform(high),
-        _uniform(row), _uniform(column),
-    )  # fmt: skip
+    """This program's i-th segment as ``segment`` gives it, and its tile's first column."""
+    tile, first, last = _segment(
+        i, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop, groups, PIECES
+    )
+    _, column = _place(tile, row_tiles, column_tiles, BM)
+    return _uniform(tile), _uniform(first), _uniform(last), _uniform(column)
 
 
 @gluon.jit
@@ -310,13 +328,12 @@ def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles
              PIECES: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fill the ring with the groups of x of this program's segments, as its slots become free."""
     step = 0
-    whole, segments, last_piece, start, stop = _range(
-        strided, row_tiles * column_tiles, groups, PIECES
-    )
-    for i in range(segments):
-        _, first, last, _, _, row, column = _work(
-            i, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+    begin, end, last_piece, start, stop = _range(strided, row_tiles * column_tiles, groups, PIECES)
+    for i in range(begin, end):
+        tile, first, last, column = _work(
+            i, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
         )
+        row, _ = _place(tile, row_tiles, column_tiles, BM)
         for ahead in gl.static_range(AHEAD):
             _prefetch(words, first + ahead, last, column, NP)
         for group in range(first, last):
@@ -331,7 +348,7 @@ def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles
 
 
 @gluon.jit
-def _add_parts(partial, counters, bias, out, M, N, groups, row_tiles, column_tiles, start, stop,
+def _add_parts(state, done, bias, out, M, N, groups, row_tiles, column_tiles, start, stop,
                HALF: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr,
                BIAS: gl.constexpr):  # fmt: skip
     """Add the parts of the tiles that this program has a segment of, in index order. Those who have
@@ -343,12 +360,13 @@ def _add_parts(partial, counters, bias, out, M, N, groups, row_tiles, column_til
     rows_n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     rows_m = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
     for tile in range(start // groups, (stop - 1) // groups + 1):
-        _await(counters + tile * 2, PARTS)
+        counter = done + (tile * 2 + HALF)
+        _await(counter, PARTS)
         row, column = _place(tile, row_tiles, column_tiles, BM)
         n = column + HALF * 64 + rows_n
         begin, end = _holders(tile, programs, tiles, groups)
         for sixteen in range(program - begin, BM // 16, end - begin + 1):
-            at = partial + tile * (PARTS * 2 * 64 * BM) + sixteen * (16 * 64)
+            at = _sums(state, tile * PARTS, HALF, BM) + sixteen * (16 * 64)
             y = _fetch(at, none)
             for part in gl.static_range(1, PARTS):
                 y += _fetch(at + part * (2 * 64 * BM), none)
@@ -361,7 +379,7 @@ def _add_parts(partial, counters, bias, out, M, N, groups, row_tiles, column_til
                 out + to, y.to(out.dtype.element_ty),
                 mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
             )  # fmt: skip
-        _count(counters + tile * 2, PARTS + end - begin)
+        _count(counter, PARTS + end - begin)
 
 
 @gluon.jit
@@ -376,7 +394,6 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
     PIECES: gl.constexpr = PARTS if SIDE else 1
-    SIZE: gl.constexpr = 64 * BM
     rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
     rows_s = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     middle: gl.constexpr = 0x64086408 if FP16 else 0x43084308
@@ -384,15 +401,10 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
     none = gl.zeros((64, BM), gl.float32, MMA)
     total = totals.index(HALF)
     step = 0
-    program, programs = gl.program_id(0), gl.num_programs(0)
     tiles = row_tiles * column_tiles
-    whole, segments, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
-    # Sums that are handed on: first those inside a piece, which the next program goes on with, then
-    # if the parts are side by side those of whole parts.
-    state += HALF * SIZE
-    done += HALF
-    tile, first, last, low, high, row, column = _work(
-        0, whole, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+    begin, end, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
+    tile, first, last, column = _work(
+        begin, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
     )
     column += HALF * 64
     # The first group's words become the weight; those of the second are on their way.
@@ -405,26 +417,35 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
         words, scale, offset, z, first + 1, last, column, first, column, rows_w, rows_s, NP,
         ASYMMETRIC, EVEN_N,
     )  # fmt: skip
-    for i in range(segments):
+    for i in range(begin, end):
+        tile, first, last, column = _work(
+            i, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+        )
+        column += HALF * 64
         # After the last segment its own words are loaded once more, and not used.
-        next_tile, next_first, next_last, next_low, next_high, next_row, next_column = _work(
-            min(i + 1, segments - 1), whole, strided, last_piece, start, stop, groups, row_tiles,
-            column_tiles, PIECES, BM,
+        _, next_first, _, next_column = _work(
+            min(i + 1, end - 1), strided, last_piece, start, stop, groups, row_tiles, column_tiles,
+            PIECES, BM,
         )  # fmt: skip
         next_column += HALF * 64
         part = _uniform(_piece_at(first, groups, PARTS))
         acc = none
-        if first > low:
-            _await(done + (program - 1) * 2, 1)
+        if first > (part * groups // PARTS if SIDE else 0):
+            before = _program() - 1
+            counter = done + ((tiles + before if SIDE else before) * 2 + HALF)
+            _await(counter, 1)
             if not SIDE:
                 if part > 0:
-                    total.store(_fetch(state + (programs + program - 1) * (2 * SIZE), none))
+                    total.store(_fetch(_sums(state, before * 2 + 1, HALF, BM), none))
             if first > part * groups // PARTS:
-                acc = _fetch(state + (program - 1) * (2 * SIZE), none)
-            _count(done + (program - 1) * 2, 1)
+                slot = tiles * PARTS + before if SIDE else before * 2
+                acc = _fetch(_sums(state, slot, HALF, BM), none)
+            _count(counter, 1)
+        high = groups
+        at = first
         for part in range(part, _uniform(_piece_at(last - 1, groups, PARTS)) + 1):
-            end = (part + 1) * groups // PARTS
-            for group in range(max(first, part * groups // PARTS), min(last, end)):
+            high = (part + 1) * groups // PARTS
+            for group in range(at, min(last, high)):
                 slot = step % STAGES
                 mbarrier.wait(full.index(slot), step // STAGES & 1)
                 p = warpgroup_mma(
@@ -445,27 +466,31 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
                 mbarrier.arrive(empty.index(slot))
                 # Two roundings: launches switch fusion off, so that no kernel makes one of them.
                 acc += p * gl.expand_dims(s_this.to(gl.float32), 1)
-                step += 1
+                step = _after(step)
             # A part's sum always goes through the total, in whole 16-byte pieces: that keeps ptxas
             # from moving the sums between registers, and spilling, in the loop over groups.
             y = acc
-            if end > last:
-                _keep(state + program * (2 * SIZE), y)
+            if high > last:
+                slot = tiles * PARTS + _program() if SIDE else _program() * 2
+                _keep(_sums(state, slot, HALF, BM), y)
             elif SIDE:
-                _keep(state + (programs + tile * PARTS + part) * (2 * SIZE), y)
+                _keep(_sums(state, tile * PARTS + part, HALF, BM), y)
             else:
                 if part > 0:
                     y = total.load(MMA) + y
                 total.store(y)
             acc = none
-        if last < high:
+            at = high
+        if last < (high if SIDE else groups):
             if not SIDE:
                 if _piece_at(last, groups, PARTS) > 0:
-                    _keep(state + (programs + program) * (2 * SIZE), total.load(MMA))
-            _count(done + program * 2, -2)
+                    _keep(_sums(state, _program() * 2 + 1, HALF, BM), total.load(MMA))
+            slot = tiles + _program() if SIDE else _program()
+            _count(done + (slot * 2 + HALF), -2)
         elif SIDE:
-            _count(done + (programs + tile) * 2, -2)
+            _count(done + (tile * 2 + HALF), -2)
         else:
+            row, _ = _place(tile, row_tiles, column_tiles, BM)
             y = total.load(MMA)
             if BIAS:
                 b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
@@ -482,12 +507,10 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
                 out + to, stage.load(STORE),
                 mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
             )  # fmt: skip
-        tile, first, last, low, high = next_tile, next_first, next_last, next_low, next_high
-        row, column = next_row, next_column
     if SIDE:
         _add_parts(
-            state + programs * (2 * SIZE), done + programs * 2, bias, out, M, N, groups, row_tiles,
-            column_tiles, start, stop, HALF, PARTS, BM, BIAS,
+            state, done, bias, out, M, N, groups, row_tiles, column_tiles, start, stop, HALF, PARTS, BM,
+            BIAS,
         )  # fmt: skip
 
 
