@@ -2,9 +2,10 @@
 
     python benchmarks/bench_path.py tune --out tune.jsonl        # needs torch and triton
     python benchmarks/bench_path.py compare --tune tune.jsonl --out path.json   # vLLM's CUDA ops
+    python benchmarks/bench_path.py norms --out norms.json       # launches of the norms
 
 Every time is the median of graph replays with the data rotated past the L2; a comparison times both
-sides and the copy bandwidth in one run. Both commands go on where their output file ends, and a row
+sides and the copy bandwidth in one run. All commands go on where their output file ends, and a row
 is on disk as soon as it is measured.
 """
 
@@ -274,31 +275,110 @@ NORMS = [(1, 4096), (64, 4096), (4096, 4096), (1, 5120), (4096, 5120)]
 HEAD_NORMS = [(64 * 32, 128), (4096 * 32, 128)]
 
 
-def compare_norms(rows: Rows, until: float) -> None:
-    """Ours against vLLM's CUDA kernels, and against a copy of the same bytes."""
-    dtype = torch.bfloat16
-    try:
-        import vllm._custom_ops as vllm_ops
-        from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
-    except Exception as error:
-        print("no vLLM:", str(error)[:160], flush=True)
-        vllm_ops = None
-    jobs: list[tuple[str, int, int]] = []
-    jobs += [("rms_norm", r, c) for r, c in NORMS] + [("add_rms_norm", r, c) for r, c in NORMS]
-    jobs += [("gated_rms_norm", r, c) for r, c in HEAD_NORMS]
-    for op, count, columns in jobs:
+def norm_jobs() -> Iterator[tuple[str, int, int]]:
+    """Every op, row count and number of columns that is timed."""
+    for op in ("rms_norm", "add_rms_norm"):
+        yield from ((op, *shape) for shape in NORMS)
+    yield from (("gated_rms_norm", *shape) for shape in HEAD_NORMS)
+
+
+class Norm:
+    """The data of one norm."""
+
+    def __init__(self, op: str, count: int, columns: int):
+        self.op, tensors = op, {"rms_norm": 2, "add_rms_norm": 4, "gated_rms_norm": 3}[op]
+        self.bytes = count * columns * tensors * 2
+        number = copies(count * columns * 2 * 2)
+        self.xs = [
+            torch.randn(count, columns, device="cuda").to(torch.bfloat16) for _ in range(number)
+        ]
+        self.others = [torch.randn_like(x) for x in self.xs]
+        self.weight = torch.randn(columns, device="cuda").to(torch.bfloat16)
+
+    def floor_us(self) -> float:
+        """A copy that reads and writes as many bytes; for one row it is the launch."""
+        sources = [
+            torch.empty(self.bytes // 4, dtype=torch.bfloat16, device="cuda") for _ in self.xs
+        ]
+        targets = [torch.empty_like(s) for s in sources]
+        pairs = zip(sources, targets, strict=True)
+        return graph_us([lambda s=s, t=t: t.copy_(s) for s, t in pairs])
+
+    def launches(self, programs: int | None, warps: int | None) -> list[Callable[[], Any]]:
+        """One call for each copy of the rows, with rows and warps of a program."""
+        options: dict[str, Any] = {"rows_a_program": programs, "warps": warps}
+        gated = {"gate": "silu"} if self.op == "gated_rms_norm" else {}
+        name = {"add_rms_norm": "residual", "gated_rms_norm": "z"}.get(self.op)
+        return [
+            lambda x=x, o=o: norm.launch(
+                x, self.weight, 1e-6, **({name: o} if name else {}), **gated, **options
+            )
+            for x, o in zip(self.xs, self.others, strict=True)
+        ]
+
+
+#: What is tried for norms of rows and of heads: rows and warps of a program, overlap, and values
+#: that are left where warps meet. The first is what ``ops.norm`` does.
+ROW_LAUNCHES = [(None, None, True, 4), (None, None, False, 4), (None, None, True, 1),
+                (None, None, False, 1), (1, 2, True, 4), (1, 8, True, 4)]  # fmt: skip
+HEAD_LAUNCHES = [(None, None, True, 4), (None, None, False, 4)] + [
+    (programs, warps, True, 4)
+    for programs, warps in (
+        (1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)
+    )
+]  # fmt: skip
+
+
+def tune_norms(rows: Rows, until: float) -> None:
+    """Time every launch of the norms; a line a shape."""
+    overlap_options, meet = norm.tiles.overlap_options, norm.MEET
+    for op, count, columns in norm_jobs():
         key = {"op": op, "rows": count, "columns": columns}
         if rows.has(**key):
             continue
         if time.time() > until:
             print("not run for lack of time:", key, flush=True)
             continue
-        tensors = {"rms_norm": 2, "add_rms_norm": 4, "gated_rms_norm": 3}[op]
-        number = copies(count * columns * 2 * 2)
-        xs = [torch.randn(count, columns, device="cuda").to(dtype) for _ in range(number)]
-        others = [torch.randn_like(x) for x in xs]
-        weight = torch.randn(columns, device="cuda").to(dtype)
-        pairs = list(zip(xs, others, strict=True))
+        data = Norm(op, count, columns)
+        found: dict[str, float] = {}
+        bits = None
+        for programs, warps, overlap, last in ROW_LAUNCHES if columns > 1024 else HEAD_LAUNCHES:
+            norm.tiles.overlap_options = (
+                overlap_options if overlap else lambda device: {"PDL": False}
+            )
+            norm.MEET = last
+            calls = data.launches(programs, warps)
+            got = calls[0]()[0]
+            bits = got if bits is None else bits
+            name = "chosen" if programs is None else f"{programs}x{warps}"
+            name += ("" if overlap else " no overlap") + ("" if last == meet else f" meet {last}")
+            found[name] = round(graph_us(calls), 2) if torch.equal(got, bits) else math.inf
+        norm.tiles.overlap_options, norm.MEET = overlap_options, meet
+        floor = round(data.floor_us(), 2)
+        best = min(found, key=lambda name: found[name])
+        rows.add(
+            **key, floor_us=floor, of_floor=round(floor / found["chosen"], 3), best=best,
+            best_of_floor=round(floor / found[best], 3), us=found,
+        )  # fmt: skip
+
+
+def compare_norms(rows: Rows, until: float) -> None:
+    """Ours against vLLM's CUDA kernels, and against a copy of the same bytes."""
+    try:
+        import vllm._custom_ops as vllm_ops
+        from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
+    except Exception as error:
+        print("no vLLM:", str(error)[:160], flush=True)
+        vllm_ops = None
+    for op, count, columns in norm_jobs():
+        key = {"op": op, "rows": count, "columns": columns}
+        if rows.has(**key):
+            continue
+        if time.time() > until:
+            print("not run for lack of time:", key, flush=True)
+            continue
+        data = Norm(op, count, columns)
+        xs, weight, pairs = data.xs, data.weight, list(zip(data.xs, data.others, strict=True))
         extra: dict[str, Any] = {}
         if op == "rms_norm":
             calls = [lambda x=x: norm.rms_norm(x, weight, 1e-6, 1.0) for x in xs]
@@ -310,25 +390,7 @@ def compare_norms(rows: Rows, until: float) -> None:
                 for x, z in pairs
             ]
         ours = graph_us(calls)
-        for warps in (2, 4, 8, 16) if op == "add_rms_norm" else ():
-            extra[f"warps_{warps}_us"] = round(
-                graph_us(
-                    [
-                        lambda x=x, r=r, w=warps: norm.launch(
-                            x, weight, 1e-6, residual=r, rows_a_program=1, warps=w
-                        )
-                        for x, r in pairs
-                    ]
-                ),
-                2,
-            )
-        # A copy that reads and writes as many bytes; for one row it is the launch.
-        half = count * columns * tensors // 2
-        sources = [torch.empty(half, dtype=dtype, device="cuda") for _ in range(number)]
-        targets = [torch.empty_like(s) for s in sources]
-        floor = graph_us(
-            [lambda s=s, t=t: t.copy_(s) for s, t in zip(sources, targets, strict=True)]
-        )
+        floor = data.floor_us()
         peers: dict[str, list[Callable[[], Any]]] = {}
         if vllm_ops is not None and op == "rms_norm":
             peers["vllm_c"] = [
@@ -349,14 +411,14 @@ def compare_norms(rows: Rows, until: float) -> None:
         rows.add(
             **key, ours_us=round(ours, 2), floor_us=round(floor, 2),
             of_floor=round(floor / ours, 3),
-            gb_per_s=round(count * columns * tensors * 2 / ours / 1e3, 1), **extra,
+            gb_per_s=round(data.bytes / ours / 1e3, 1), **extra,
         )  # fmt: skip
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["tune", "compare"])
+    parser.add_argument("command", choices=["tune", "compare", "norms"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tune", type=Path, help="compare: take the best plan of a tune run")
     parser.add_argument("--size", type=int, default=256, help="head size")
@@ -372,6 +434,9 @@ def main() -> None:
         chosen(arguments.out, arguments.size)
         return
     rows = Rows(arguments.out.with_suffix(".jsonl"))
+    if arguments.command == "norms":
+        tune_norms(rows, until)
+        return
     compare_norms(rows, until)
     compare_attention(rows, arguments, until)
     arguments.out.write_text(json.dumps(head() | {"rows": rows.rows}, indent=1) + "\n")

@@ -6,7 +6,10 @@
 A cell is one engine: a model, a dtype, a route (``exact``, which is the plugin, or ``stock``), a
 draft depth and graphs on or off; it answers the same prompts once for each number of users. A cell
 that is there already is not run again. ``collect`` compares every cell with the cell of its route
-that has depth 0 and one user.
+that has depth 0 and one user, and replicas (``--replica``) with the cell that they repeat.
+
+Engines that are to be timed against one another start side by side and then answer in turn
+(``--turn``), so that no start disturbs a measurement.
 """
 
 from __future__ import annotations
@@ -37,6 +40,26 @@ def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
     """The same prompts in every cell."""
     lengths = default_lengths(count, 0, longest=longest, block=min(528, longest - 1))
     return make_prompts(lengths, 0, (0, vocabulary))
+
+
+def wait_for_turn(folder: Path, turn: str, limit: float = 400) -> None:
+    """Return when all engines are ready and those before this one are done.
+
+    Args:
+        folder: Where ``ready-N`` is made here and ``done-N`` by whoever started the cell.
+        turn: "N/M": this is engine N of 1 to M.
+        limit: Seconds after which it goes on: a measurement may then be disturbed, and says so.
+    """
+    own, all_of_them = map(int, turn.split("/"))
+    (folder / f"ready-{own}").touch()
+    end = time.monotonic() + limit
+    waiting = [folder / f"ready-{n}" for n in range(1, all_of_them + 1)]
+    waiting += [folder / f"done-{n}" for n in range(1, own)]
+    while missing := [path.name for path in waiting if not path.exists()]:
+        if time.monotonic() > end:
+            print(f"DISTURBED: not waiting any longer for {missing}", flush=True)
+            return
+        time.sleep(0.05)
 
 
 def answer(
@@ -114,19 +137,30 @@ def run_cell(arguments: argparse.Namespace) -> None:
     )
     config = json.loads((arguments.model / "config.json").read_text())
     vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    asked = prompts(arguments.prompts, arguments.longest, min(vocabulary, 10_000))
+    if arguments.lengths:
+        lengths = [int(length) for length in arguments.lengths.split(",")]
+        asked = make_prompts(lengths, 0, (0, min(vocabulary, 10_000)))
+    else:
+        asked = prompts(arguments.prompts, arguments.longest, min(vocabulary, 10_000))
     started = time.perf_counter() - begin
-    answer(engine, [p[:70] for p in asked[:4]], 4, 8)
+    # Kernels are compiled at their first use, seconds each: a pass of each kind before the timing.
+    all_users = [int(users) for users in arguments.users.split(",")]
+    answer(engine, asked[:16], 1, 4)
+    answer(engine, asked, max(all_users), arguments.new_tokens)
+    if arguments.turn:
+        wait_for_turn(arguments.out.parent, arguments.turn)
+    prompt_seconds = min(answer(engine, asked, max(all_users), 1)[1] for _ in range(2))
     levels = []
-    for users in map(int, arguments.users.split(",")):
+    for users in all_users:
         drafts, good = accepted(engine)
-        answers, seconds = answer(engine, asked, users, arguments.new_tokens)
+        some = asked[: arguments.solo] if users == 1 else asked
+        answers, seconds = answer(engine, some, users, arguments.new_tokens)
         more, better = accepted(engine)
         levels.append(
             {
                 "users": users,
                 "answers": answers,
-                "tokens_per_s": round(len(asked) * arguments.new_tokens / seconds, 1),
+                "tokens_per_s": round(len(some) * arguments.new_tokens / seconds, 1),
                 "acceptance": (better - good) / (more - drafts) if more > drafts else None,
             }
         )
@@ -143,7 +177,9 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "route": arguments.route,
         "depth": arguments.depth,
         "graphs": arguments.graphs,
-        "prompts": [arguments.prompts, arguments.longest, arguments.new_tokens],
+        "replica": arguments.replica,
+        "prompts": [len(asked), max(map(len, asked)), arguments.new_tokens],
+        "prompt_tokens_per_s": round(sum(map(len, asked)) / prompt_seconds, 1),
         **head(),
         "levels": levels,
     }
@@ -175,19 +211,27 @@ def collect(arguments: argparse.Namespace) -> None:
         for cell in cells
         for level in cell["levels"]
         if cell["depth"] == 0 and level["users"] == 1 and cell["graphs"] == "on"
+        if not cell["replica"]
     }
     rows = []
     for cell in cells:
         for level in cell["levels"]:
             oracle = oracles.get(key(cell))
             row = {name: cell[name] for name in ("model", "dtype", "route", "depth", "graphs")}
-            row["users"], row["sequences"] = level["users"], len(level["answers"])
-            row["oracle"] = (cell["depth"], level["users"], cell["graphs"]) == (0, 1, "on")
+            row["users"], row["answered"] = level["users"], len(level["answers"])
+            row["replica"] = cell["replica"]
+            row["oracle"] = not cell["replica"] and (
+                (cell["depth"], level["users"], cell["graphs"]) == (0, 1, "on")
+            )
             if oracle is not None and not row["oracle"]:
-                found = compare(oracle, completions(level))
+                # Either may have answered the first prompts only (--solo).
+                count = min(len(oracle), len(level["answers"]))
+                found = compare(oracle[:count], completions(level)[:count])
+                row["sequences"] = count
                 row["mismatches"] = found.mismatches
                 row["logprob_mismatches"] = found.logprob_mismatches
             row |= {name: level[name] for name in ("acceptance", "tokens_per_s")}
+            row["prompt_tokens_per_s"] = cell["prompt_tokens_per_s"]
             row["distinct_tokens"] = len({t for tokens, _ in level["answers"] for t in tokens})
             rows.append(row)
             print(row, flush=True)
@@ -216,6 +260,12 @@ def main() -> None:
     cell.add_argument("--users", default="8,32,64,128")
     cell.add_argument("--prompts", type=int, default=PROMPTS)
     cell.add_argument("--longest", type=int, default=LONGEST)
+    cell.add_argument("--lengths", help="of the prompts, instead of --prompts and --longest")
+    cell.add_argument("--solo", type=int, help="prompts of one user, the first ones; default all")
+    cell.add_argument("--turn", help="N/M: start beside M - 1 others, answer as number N")
+    cell.add_argument(
+        "--replica", type=int, default=0, help="number of a server with its own caches"
+    )
     cell.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     cell.add_argument("--max-model-len", type=int, default=2304)
     cell.add_argument("--max-num-seqs", type=int, default=128)

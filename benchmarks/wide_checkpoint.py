@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import sys
 from pathlib import Path
 
@@ -31,6 +32,18 @@ WIDE = {
         hidden=5120, layers=4, vocab=65536, head_dim=256, linear_head_dim=128, max_positions=40960,
     ),
 }  # fmt: skip
+
+
+def mix(shape: TinyShape) -> float:
+    """Size of the residual updates under which the next token follows the rule as often as in a
+    tiny checkpoint (1.5 there): neither never nor always, so that drafts fail and succeed.
+
+    The rule's logit stands out by sqrt(hidden) times the share of the embedding in the stream, in
+    standard deviations of the others; it has to match the largest of ``vocab`` of them.
+    """
+    largest = {1024: 3.2, 65536: 4.4}[shape.vocab]
+    share = (largest + 0.5) / math.sqrt(shape.hidden)
+    return math.sqrt((share**-2 - 1) / (2 * shape.layers))
 
 
 class DeviceRandom(tiny._Random):
@@ -55,6 +68,7 @@ def main() -> None:
         wide = TinyShape(**{**vars(wide), "layers": arguments.layers})
     tiny.SHAPES = {**tiny.SHAPES, arguments.shape: wide}
     tiny._Random = DeviceRandom
+    tiny._MIX = mix(wide)
     layout = "ct" if arguments.shape == "9b" else "gptq"
     tiny.make_tiny(arguments.directory, format=layout, shape=arguments.shape, group_size=128)
 

@@ -7,8 +7,10 @@
 #   gemm     INT4 and 16-bit GEMMs against their peers                150 s
 #   path     norms and attention                                       60 s
 #   gdn      launches of the gated delta net, and the race            130 s
-#   tiny     zero flips: the tiny 9B, every depth, and stock          250 s
-#   wide     zero flips and speed: the 9B's widths, against stock     350 s
+#   tiny     zero flips: the tiny 9B, every depth, replicas, stock    300 s
+#   27b      zero flips: the tiny 27B and one of its widths           150 s
+#   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
+#   wide     zero flips and speed: the 9B's widths, against stock     250 s
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +23,19 @@ models=${MODELS:-/tmp/b70-models}
 cell() { # work name arguments...
   timeout "${LIMIT:-240}" python3 benchmarks/exact_gpu.py cell --out "$1/cells/$2.json" "${@:3}" \
     >"$1/$2.log" 2>&1
-  grep -a " users \|Error:" "$1/$2.log" | tail -6 | cut -c1-200
+  grep -a " users \|Error:\|DISTURBED" "$1/$2.log" | tail -6 | cut -c1-200
+}
+
+turn() { # N/M work name arguments...: a cell that is timed in its turn
+  cell "$2" "$3" --turn "$1" "${@:4}"
+  touch "$2/cells/ready-${1%/*}" "$2/cells/done-${1%/*}"
+}
+
+replica() { # number work arguments...: a cell with caches of its own, empty at first
+  local own
+  own=$(mktemp -d)
+  TRITON_CACHE_DIR=$own/triton VLLM_CACHE_ROOT=$own/vllm TORCHINDUCTOR_CACHE_DIR=$own/inductor \
+    LIMIT=${LIMIT:-400} cell "$2" "replica-$1" --replica "$1" "${@:3}"
 }
 
 make_tiny() {
@@ -40,7 +54,7 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_repack test_int4_gemm test_gated_delta_net; do
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_gated_delta_net; do
     timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
@@ -77,8 +91,11 @@ stage_tiny() {
   cell "$1" d1 "${model[@]}" --depth 1 &
   cell "$1" d3 "${model[@]}" --depth 3 &
   cell "$1" d6 "${model[@]}" --depth 6 &
+  replica 1 "$1" "${model[@]}" --depth 3 --users 64 &
+  replica 2 "$1" "${model[@]}" --depth 3 --users 64 &
   wait
   cell "$1" d3-eager "${model[@]}" --depth 3 --graphs off --users 64 &
+  cell "$1" d2 "${model[@]}" --depth 2 --users 32 &
   cell "$1" d4 "${model[@]}" --depth 4 --users 32,64 &
   cell "$1" s0 "${model[@]}" --route stock --users 1,64 &
   cell "$1" s3 "${model[@]}" --route stock --depth 3 --users 64 &
@@ -86,17 +103,41 @@ stage_tiny() {
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
 }
 
+stage_27b() {
+  make_tiny
+  local model=(--model "$models/tiny-27b" --dtype float16)
+  cell "$1" t0 "${model[@]}" --users 1,64 &
+  cell "$1" t3 "${model[@]}" --depth 3 --users 64 &
+  cell "$1" ts0 "${model[@]}" --route stock --users 1,64 &
+  [ -d "$models/wide-27b" ] || python3 benchmarks/wide_checkpoint.py 27b "$models/wide-27b"
+  model=(--model "$models/wide-27b" --max-num-seqs 64)
+  cell "$1" w0 "${model[@]}" --users 1,64 &
+  cell "$1" w4 "${model[@]}" --depth 4 --users 64 &
+  wait
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
+stage_long() {
+  make_tiny
+  local options=(--model "$models/tiny-9b" --lengths 2048,8192,32768 --max-model-len 33024
+    --max-num-seqs 8 --users 1)
+  cell "$1" d0 "${options[@]}" &
+  cell "$1" d3 "${options[@]}" --depth 3 &
+  wait
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
 stage_wide() {
   [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
-  local options=(--model "$models/wide-9b" --users 1,64 --prompts 64 --longest 1200 --new-tokens 64
-    --max-model-len 1536 --max-num-seqs 64 --kv-gib 24)
-  local depth route
-  for depth in 0 3; do
-    for route in exact stock; do
-      LIMIT=120 cell "$1" "$route-$depth" "${options[@]}" --route $route --depth $depth
-    done
-  done
-  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/wide.json" | cut -c1-300
+  local options=(--model "$models/wide-9b" --users 1,64 --prompts 128 --new-tokens 128
+    --max-num-seqs 64 --kv-gib 16)
+  local LIMIT=450
+  turn 1/4 "$1" exact-0 "${options[@]}" &
+  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 --solo 16 &
+  turn 3/4 "$1" stock-0 "${options[@]}" --route stock --solo 64 &
+  turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
+  wait
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
 }
 
 for stage in "$@"; do
@@ -104,7 +145,13 @@ for stage in "$@"; do
   begin=$SECONDS
   work=$(mktemp -d)
   mkdir -p "$work/cells"
-  "stage_$stage" "$work"
+  # What is there so far comes back even if the machine's time ends first.
+  while sleep 20; do tar czf "$out/$stage.partial.tar.gz" -C "$work" . 2>/dev/null; done &
+  keeper=$!
+  ("stage_$stage" "$work")  # by itself: it waits for all jobs of its own
+  kill $keeper
+  wait $keeper 2>/dev/null
+  rm -f "$out/$stage.partial.tar.gz"
   tar czf "$out/$stage.tar.gz" -C "$work" .
   echo "== $stage took $((SECONDS - begin)) s"
 done

@@ -76,6 +76,12 @@ def check_choices(config: VllmConfig) -> None:
             "models",
             "unset it, VLLM_B70=1 covers what it promises",
         )
+    if os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM", "0") not in ("", "0"):
+        _refuse(
+            "VLLM_LORA_ENABLE_DUAL_STREAM=1",
+            "its kernels may start while ours run and do not wait for them",
+            "unset it",
+        )
     cache = config.cache_config
     if cache.enable_prefix_caching:
         _refuse(

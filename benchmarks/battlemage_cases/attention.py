@@ -17,7 +17,7 @@ WALK = {"rows": 128, "warps": 16, "stages": 3, "grf": 256}
 MERGE = {"warps": 4, "stages": 2}
 #: What vLLM makes of 9B's and 27B's blocks, and one that is smaller than a part.
 BLOCK, SMALL_BLOCK = 528, 64
-HEADS, SEQUENCES = 4, 64
+HEADS, SEQUENCES = 4, 128
 
 
 def cases() -> Iterator[Case]:

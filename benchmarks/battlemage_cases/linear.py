@@ -41,9 +41,12 @@ def _gemm(kernel: str, tile: dict[str, Any], dtype: str, parts: int = 3, **chang
     else:
         types["out"] = f"*{dtype}"
     if kernel == "split":
-        types |= {"partial": "*fp32", "done": "*i32"}
+        types |= {"weight": f"*{dtype}", "partial": "*fp32", "done": "*i32"}
+        constants["AHEAD"] = 0
     if kernel == "walk":
         constants["FLATTEN"] = tile.get("persistent", False)
+    if kernel != "argmax":
+        constants["PDL"] = False
     # A walk's first part stands apart from the loop over the others.
     dots = 2 if kernel != "split" and parts > 1 else 1
     return Case(

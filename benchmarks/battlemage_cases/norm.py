@@ -28,6 +28,7 @@ def _norm(dtype: str, columns: int, **changed: Any) -> Iterator[Case]:
         constants: dict[str, Any] = dict(
             COLUMNS=columns, SIZE=size, LEVELS=size.bit_length() - 1, ROWS=rows, HEADS=1,
             MEAN=True, WEIGHT=True, RESIDUAL=False, GATE="none",
+            LAST=1, PDL=False,
         )  # fmt: skip
         yield Case(
             kernel="norm.rms_norm",

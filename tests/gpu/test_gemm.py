@@ -31,6 +31,7 @@ TILES = [
     Tile("walk", 128, 128, 8, 3, bk=64, tensor=True, persistent=True),
     Tile("walk", 256, 128, 8, 3, bk=64, tensor=True),
     Tile("walk", 128, 64, 4, 3, bk=32, swap=True, tensor=True, persistent=True),
+    Tile("wide", 128, 128, 8, 4, bk=64, tensor=True),
 ]
 
 

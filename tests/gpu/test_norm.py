@@ -44,7 +44,8 @@ def test_c1_row_counts(columns, dtype):
     # Rows that begin at an odd address: the compiler then loads one value at a time.
     for got, want in zip(all_of(slice(1, 40)), whole, strict=True):
         assert differing(got, want[1:40]) == 0, "unaligned"
-    for program, warps in ((1, 1), (1, 2), (1, 8), (1, 16), (2, 4), (4, 8)):
+    launches = [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 4), (4, 8)]
+    for program, warps in launches + [(8, 1), (32, 4)] * (columns <= 256):
         got = launch(x[:64], weight, EPSILON, offset=1.0, rows_a_program=program, warps=warps)[0]
         assert differing(got, whole[0][:64]) == 0, f"{program} rows a program, {warps} warps"
 

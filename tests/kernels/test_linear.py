@@ -15,6 +15,7 @@ TILES = [
     Tile("walk", 64, 32, 4, 3, bk=64),
     Tile("walk", 128, 16, 8, 3, bk=32, swap=True, persistent=True),
     Tile("walk", 64, 64, 8, 3, bk=64, tensor=True, persistent=True),
+    Tile("wide", 64, 32, 8, 3, bk=64, tensor=True),
 ]
 
 

@@ -48,7 +48,8 @@ def test_every_device_and_shape_has_a_plan(family, shape):
     assert bounds == sorted(bounds)
     for rows in (1, 16, 17, 300, 16384):
         tile = plan.tile(rows)
-        assert tile.kernel in ("split", "walk") and gemm.UNIT % tile.bk == 0
+        assert tile.kernel in ("split", "walk") or family == "cuda-sm90"
+        assert gemm.UNIT % tile.bk == 0
         assert tile.bn >= gemm.LEAST_BN and tile.bm >= gemm.LEAST_BM
 
 
@@ -83,3 +84,40 @@ def test_the_fakes_give_the_ops_shapes():
     assert y.shape == (3, 64) and y.dtype == torch.float16
     assert (value.dtype, index.dtype) == (torch.float32, torch.int64)
     assert value.shape == index.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "possible"),
+    [("cuda", (9, 0), True), ("cuda", (8, 9), False), ("xpu", None, False), ("cpu", None, False)],
+)
+def test_launches_overlap_where_the_device_can(kind, capability, possible, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    # Not through the cache, which outlives this test.
+    options = tiles.overlap_options.__wrapped__(torch.device(kind))
+    assert options == ({"PDL": True, "launch_pdl": True} if possible else {"PDL": False})
+
+
+@pytest.mark.parametrize(
+    ("tile", "depth", "columns"),
+    [(tiles.Tile("wide", 128, 32, 8, 3, 64, tensor=True), 256, 300),
+     (tiles.Tile("wide", 128, 32, 8, 3, 64), 256, 300),
+     (tiles.Tile("wide", 128, 32, 8, 3, 64, tensor=True), 250, 300)],
+)  # fmt: skip
+def test_a_wide_tile_walks_where_operands_cannot_be_described(tile, depth, columns, monkeypatch):
+    from vllm_b70.kernels import linear, linear_wide
+
+    grids = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *a, **k: grids.append((self.name, grid))
+
+    monkeypatch.setattr(linear, "walk", Kernel("walk"))
+    monkeypatch.setattr(linear_wide, "walk", Kernel("wide"))
+    out = half(40, columns)
+    gemm.launch(half(40, depth), half(columns, depth), None, out, out, 1, tile)
+    described = tile.tensor and depth % 8 == 0
+    assert grids == [("wide", (2 * 2,)) if described else ("walk", (2 * 3,))]

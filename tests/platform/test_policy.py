@@ -55,6 +55,11 @@ ACCEPTED = {
 REFUSED = {
     "prefix caching": ({"enable_prefix_caching": True}, {}, "prefix caching"),
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
+    "two LoRA streams": (
+        {},
+        {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"},
+        "VLLM_LORA_ENABLE_DUAL_STREAM=1",
+    ),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype fp8"),
     "kv dtype of another model": ({"kv_cache_dtype": "float16"}, {}, "--kv-cache-dtype float16"),
     "dual-batch overlap": ({"enable_dbo": True}, {}, "dual-batch overlap"),

@@ -20,6 +20,7 @@ from vllm_b70.kernels.blocks import (
     make_block,
     make_transposed_block,
 )
+from vllm_b70.kernels.overlap import fetch, let_next_start, wait
 
 #: Values of k that are never cut: parts begin at multiples of it, and BK divides it.
 UNIT = 128
@@ -129,6 +130,7 @@ def _finish(
 def split(
     x,
     w,
+    weight,
     bias,
     partial,
     done,
@@ -144,6 +146,8 @@ def split(
     TENSOR: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (N / BN, PARTS, M / BM).
 
@@ -152,16 +156,26 @@ def split(
             ``blocks.POINTERS``.
         w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR, unless
             ``blocks.POINTERS``.
+        weight: [N, K], what w describes; unread if not PDL.
         bias: [N], unread if not BIAS.
         partial: [PARTS, M, N] fp32 workspace; its former content does not matter. Unread if PARTS
             is 1.
         done: [M / BM * N / BN] int32, zero before and after. Unread if PARTS is 1.
         out: [M, N], the dtype of x.
+        AHEAD: Values of each row of its part, a power of two or 0, that a program asks for before
+            the kernel before it has ended. Read if PDL.
     """
     part = tl.program_id(1)
     column, row = tl.program_id(0) * BN, tl.program_id(2) * BM
     units = tl.cdiv(K, _UNIT)
     first, last = part * units // PARTS, (part + 1) * units // PARTS
+    if PDL:
+        if AHEAD:
+            n = tl.minimum(column + tl.arange(0, BN), N - 1).to(tl.int64)
+            k = tl.minimum(first * _UNIT + tl.arange(0, AHEAD // 64) * 64, K - 1)
+            fetch(weight + n[:, None] * K + k[None, :])
+        wait()
+        let_next_start()
     y = _part(x, w, row, column, M, N, K, first, last, BN, BM, BK, SWAP, TENSOR, EVEN_K)
     if PARTS == 1:
         _finish(out, bias, y, row, column, M, N, BN, BM, SWAP, BIAS)
@@ -210,12 +224,16 @@ def walk(
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Many rows: one program walks the parts of a tile, then takes another tile.
 
     Grid: any number of programs up to the number of tiles; else as ``split``. FLATTEN makes one
     loop of the tiles and their steps, so that the next tile's loads begin under a tile's stores.
     """
+    if PDL:
+        wait()
+        let_next_start()
     row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(
         tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN

@@ -11,18 +11,24 @@ program, warps and the alignment of a pointer are free.
 import triton
 import triton.language as tl
 
+from vllm_b70.kernels.overlap import fetch, let_next_start, wait
+
 #: Values of a row that the tree keeps while it adds halves; four warps of eight values a lane.
 TREE = tl.constexpr(1024)
 
 
 @triton.jit
-def _row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+def _row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, LAST: tl.constexpr):
     """[ROWS, SIZE] to [ROWS, 1], two values at a time; SIZE is 2 ** LEVELS."""
     for level in tl.static_range(LEVELS):
         if (SIZE >> level) > TREE:
             x = tl.sum(tl.reshape(x, (ROWS, 2, SIZE >> (level + 1))), axis=1)
-        else:
+        elif (SIZE >> level) > LAST:
             x = tl.sum(tl.reshape(x, (ROWS, SIZE >> (level + 1), 2)), axis=2)
+        else:
+            # A sum would take each level through shared memory; a split takes all of them at once.
+            first, second = tl.split(tl.reshape(x, (ROWS, SIZE >> (level + 1), 2)))
+            x = first + second
     return x
 
 
@@ -60,6 +66,8 @@ def rms_norm(
     WEIGHT: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATE: tl.constexpr,
+    LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows / ROWS). Row r of x, residual, z is at r // HEADS * outer + r % HEADS * inner.
 
@@ -76,15 +84,25 @@ def rms_norm(
         offset: Added to the weight in fp32.
         SIZE: COLUMNS rounded up to a power of two, 2 ** LEVELS.
         GATE: "none", "silu" or "sigmoid", of z.
+        LAST: Values of a row that are left where its warps meet; every thread adds those up.
     """
+    if PDL:
+        if WEIGHT:
+            LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+            lines = tl.arange(0, SIZE // LINE if SIZE > LINE else 1) * LINE
+            fetch(weight + tl.minimum(lines, COLUMNS - 1))
+        wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     mask = (row < rows)[:, None] & (column < COLUMNS)
+    if WEIGHT:
+        # First, so that it is under way with the row.
+        scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0)
+    if PDL:
+        # Here, because ptxas moves no load across it; it moved the weight's behind the reduction.
+        let_next_start()
     values = tl.load(_rows_at(x, row, x_outer, x_inner, HEADS) + column, mask=mask, other=0.0)
     at = row.to(tl.int64)[:, None] * COLUMNS + column
-    if WEIGHT:
-        # Before the reduction, so that both loads are under way at once.
-        scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32) + offset
     if GATE != "none":
         gate = tl.load(_rows_at(z, row, z_outer, z_inner, HEADS) + column, mask=mask, other=0.0)
         gate = gate.to(tl.float32)
@@ -95,12 +113,12 @@ def rms_norm(
         values = (values.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
         tl.store(total_out + at, values, mask=mask)
     values = values.to(tl.float32)
-    total = _row_sum(values * values, ROWS, SIZE, LEVELS)
+    total = _row_sum(values * values, ROWS, SIZE, LEVELS, LAST)
     if MEAN:
         total = total / COLUMNS
     y = values * tl.rsqrt(total + epsilon)
     if WEIGHT:
-        y = y * scale
+        y = y * (scale.to(tl.float32) + offset)
     if GATE != "none":
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         y = y * (gate * sigmoid if GATE == "silu" else sigmoid)

@@ -144,6 +144,11 @@ def paged_attention(
     )  # fmt: skip
 
 
+def _padded(sequences: int) -> int:
+    """A power of two that holds them. Few different ones: each is a kernel to compile."""
+    return 16 if sequences <= 16 else max(128, 1 << (sequences - 1).bit_length())
+
+
 def launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -180,7 +185,7 @@ def launch(
         GROUP=group,
         D=size,
         PART=partition.part,
-        SEQUENCES=max(16, 1 << (sequences - 1).bit_length()),
+        SEQUENCES=_padded(sequences),
         enable_fp_fusion=False,
     )
     tiled = dict(BLOCK=k.shape[1], TILE=partition.tile)

@@ -104,19 +104,33 @@ def launch(
     left, right, tensor = _operands(x, weight, tile)
     constants = _constants(x, bias, parts, tile, tensor)
     biases = weight if bias is None else bias
+    overlap = tiles.overlap_options(x.device)
     if tile.kernel == "split":
         size = parts * rows * columns if parts > 1 else 1
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         kernels.split[(column_tiles, parts, row_tiles)](
-            left, right, biases, partial, done, out, rows, columns, depth, **constants
-        )
-    else:
-        programs = row_tiles * column_tiles
-        if tile.persistent:
-            programs = min(programs, tiles.processors(x.device))
-        kernels.walk[(programs,)](
-            left, right, biases, out, rows, columns, depth, FLATTEN=tile.persistent, **constants
-        )
+            left, right, weight, biases, partial, done, out, rows, columns, depth,
+            AHEAD=tile.ahead, **constants, **overlap,
+        )  # fmt: skip
+        return
+    wide = tile.kernel == "wide" and tensor
+    if wide:
+        column_tiles = -(-columns // (3 * tile.bn // 2))
+    programs = row_tiles * column_tiles
+    if tile.persistent:
+        programs = min(programs, tiles.processors(x.device))
+    arguments = (biases, out, rows, columns, depth)
+    constants |= overlap | {"FLATTEN": tile.persistent}
+    if not wide:
+        kernels.walk[(programs,)](left, right, *arguments, **constants)
+        return
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from vllm_b70.kernels import linear_wide
+
+    rest = TensorDescriptor.from_tensor(weight, [tile.bn // 2, tile.bk])
+    constants = {k: v for k, v in constants.items() if k not in ("SWAP", "TENSOR", "EVEN_K")}
+    linear_wide.walk[(programs,)](left, right, rest, *arguments, **constants)
 
 
 def _checked(

@@ -9,13 +9,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_b70.ops import library
+from vllm_b70.ops import library, tiles
 
 #: Values that a program holds when there are rows enough to fill the device, and that a warp does;
 #: a thread of an XPU has fewer registers.
 PROGRAM, WARP, XPU_WARP = 4096, 1024, 512
-#: Rows below which a program takes one row only, so that few rows spread over the device.
-FEW = 512
+#: Rows below which a program takes one row only, so that few rows spread over the device; values
+#: below which it has one warp (not on an XPU, where nothing was timed).
+FEW, MANY = 512, 2**22
+#: Values of a row that are left where the warps of a program that has one row meet.
+MEET = 4
 
 
 def launch(
@@ -86,6 +89,7 @@ def launch(
         COLUMNS=columns,
         SIZE=size,
         LEVELS=size.bit_length() - 1,
+        LAST=MEET if rows_a_program == 1 and warps > 1 and x.device.type != "xpu" else 1,
         ROWS=rows_a_program,
         HEADS=heads,
         MEAN=mean,
@@ -94,6 +98,7 @@ def launch(
         GATE=gate,
         num_warps=warps,
         enable_fp_fusion=False,
+        **tiles.overlap_options(x.device),
     )
     return out, total
 
@@ -114,7 +119,8 @@ def choose(
         rows_a_program, warps: What is given.
     """
     if rows_a_program is None:
-        rows_a_program = 1 if rows < FEW else max(1, PROGRAM // size)
+        few = device_type != "xpu" and rows * size < MANY
+        rows_a_program = 1 if rows < FEW else max(1, (WARP if few else PROGRAM) // size)
     if warps is None:
         if device_type == "xpu":
             a_warp, most = XPU_WARP, 16

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Plan", "Tile", "family", "plan", "processors", "replace"]
+__all__ = ["Plan", "Tile", "family", "overlap_options", "plan", "processors", "replace"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Tile:
 
     Attributes:
         kernel: ``split``, ``walk``, or ``hopper``: where ``ops.hopper`` cannot serve, a walk of
-            this tile does. It alone has a use for the warps and stages.
+            this tile does. It alone has a use for the warps and stages. Or ``wide``: a walk with
+            tiles of half as many columns again, where descriptors can be had.
         bn: Columns of a tile.
         bm: Rows of a tile.
         warps: Warps of a program.
@@ -37,6 +38,7 @@ class Tile:
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
         cut: What the programs of ``hopper`` share to be done at the same time: "" nothing,
             ``tiles``, or ``parts``: tiles whose parts are side by side.
+        ahead: Values of k that a split asks for while the kernel before it ends, where it can.
     """
 
     kernel: str
@@ -52,6 +54,7 @@ class Tile:
     step: int = 0
     grf: int = 0
     cut: str = ""
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,14 @@ def family(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda-sm{major}{minor}"
     return device.type
+
+
+@functools.cache
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """PDL and the launch option that goes with it, for a kernel that may start while the one before
+    it ends; see ``kernels.overlap``."""
+    possible = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if possible else {"PDL": False}
 
 
 def backend_options(tile: Tile, device: torch.device) -> dict[str, Any]:
