@@ -14,7 +14,7 @@ COUNTS = [*range(1, 30), 40, 64, 80, 127, 128, 131, 132, 133, 160, 192, 263, 264
 def programs_of(plan, count, groups, parts):
     """The segments of each program in its order, as the kernel finds them, and whether each is
     shared: tile, first, last, first and last of its piece, shared."""
-    pieces = parts if plan.side else 1
+    pieces = parts if plan.cut == "parts" else 1
     shared = count - plan.strided
     found = []
     for program in range(plan.programs):
@@ -46,7 +46,6 @@ def test_every_group_once_and_in_order(shape, cut, processors):
     for count in COUNTS:
         plan = hopper.share(cut, count, groups, parts, processors, 64)
         assert plan.programs <= processors
-        pieces = parts if plan.side else 1
         done = {}
         found = programs_of(plan, count, groups, parts)
         for program, segments in enumerate(found):
@@ -78,7 +77,7 @@ def test_no_program_waits_for_ever(shape, cut, processors):
     for count in COUNTS:
         plan = hopper.share(cut, count, groups, parts, processors, 64)
         counters = [0] * (plan.counters // 2)
-        base = count if plan.side else 0
+        base = count if plan.cut == "parts" else 0
 
         def actions(program, segments, plan=plan, counters=counters, count=count, base=base):
             """What the kernel does with the counters; what it yields must become true first."""
@@ -89,9 +88,9 @@ def test_no_program_waits_for_ever(shape, cut, processors):
                     leave(at, 1)
                 if last < high:
                     counters[base + program] += 1
-                elif plan.side:
+                elif plan.cut == "parts":
                     counters[tile] += 1
-            if plan.side:
+            if plan.cut == "parts":
                 for tile in range(segments[-1][0], segments[0][0] + 1):
                     yield lambda tile=tile: counters[tile] >= parts
                     first, last = schedule.holders(tile, plan.programs, count, groups)
@@ -111,7 +110,7 @@ def test_no_program_waits_for_ever(shape, cut, processors):
                 waiting[p] = next(running[p], None)
         assert not any(counters)
         assert plan.sums * hopper.BN * 64 * 4 <= split.WORKSPACE
-        if plan.side:
+        if plan.cut == "parts":
             holders = [schedule.holders(t, plan.programs, count, groups) for t in range(count)]
             for tile, (first, last) in enumerate(holders):
                 having = [p for p, s in enumerate(found) if any(t == tile for t, *_ in s)]
@@ -125,6 +124,6 @@ def test_programs_are_done_at_about_the_same_time(count):
     work = [sum(s[2] - s[1] for s in p) for p in programs_of(plan, count, 32, 2)]
     assert max(work) <= count * 32 / plan.programs + 3
     plan = hopper.share("parts", count, 32, 2, 132, 64)
-    if plan.side:
+    if plan.cut == "parts":
         work = [sum(s[2] - s[1] for s in p) for p in programs_of(plan, count, 32, 2)]
         assert max(work) <= count * 32 / plan.programs + 3

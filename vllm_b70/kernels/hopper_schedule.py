@@ -1,15 +1,15 @@
-"""Who computes what in ``int4_linear_hopper``: plain functions of integers, which the kernel compiles
-as they stand and ``tests/kernels`` runs for every program of many launches.
+"""Who computes what in ``int4_linear_hopper``: plain functions of integers, which the kernel
+compiles as they stand and ``tests/kernels`` runs for every program of many launches.
 
-The groups of all shared tiles, one tile after another, are *positions*. Each program has one range of
-them, nearly equal to the others'. A *piece* is what has a sum of its own: a tile, or where parts are
-side by side one part of a tile. A range may begin or end inside a piece; the part of it that a
+The groups of all shared tiles, one tile after another, are *positions*. Each program has one range
+of them, nearly equal to the others'. A *piece* is what has a sum of its own: a tile, or where parts
+are side by side one part of a tile. A range may begin or end inside a piece; the part of it that a
 program has is a *segment*. No range is shorter than the longest piece, so that
 
 * a piece is cut once at most, and its second half is the next program's;
 * a program goes through its range backwards: the piece that it shares with the next program comes
-  first and is published; the one that it shares with the program before comes last, and only then is
-  that program waited for.
+  first and is published; the one that it shares with the program before comes last, and only then
+  is that program waited for.
 
 Integers are at least 0 and divisions thus round down, in Triton too. A call may name no other
 function: the kernel's compiler could not follow it.
@@ -55,8 +55,8 @@ def segment(i, program, programs, strided, last_piece, start, stop, groups, piec
         start, stop: The range, of positions.
 
     Returns:
-        Tile; first and last + 1 of the groups to compute. Where they begin behind the first group of
-        the piece the program before has begun it; where they end sooner the next program ends it.
+        Tile; first and last + 1 of the groups to compute. Where they begin behind the first group
+        of the piece the program before has begun it; where they end sooner the next one ends it.
     """
     piece = last_piece - max(i, 0)
     tile = piece // pieces

@@ -70,14 +70,14 @@ class Share:
     Attributes:
         programs: One a multiprocessor at most, so that all run at once: they wait for each other.
         strided: Tiles that have a program each; the others are shared.
-        side: Parts side by side: each has a sum of its own in the workspace.
+        cut: What is shared, as ``Tile.cut`` has it.
         sums: Tiles of fp32 sums that the workspace holds.
         counters: int32 of ``done`` that are used.
     """
 
     programs: int
     strided: int
-    side: bool
+    cut: str
     sums: int
     counters: int
 
@@ -101,12 +101,13 @@ def share(cut: str, count: int, groups: int, parts: int, processors: int, bm: in
         and groups >= 3 * parts
         and sums * BN * bm * 4 <= split.WORKSPACE
     ):
-        return Share(programs, 0, True, sums, 2 * (programs + count))
+        return Share(programs, 0, cut, sums, 2 * (programs + count))
     programs = min(processors, count)
     if cut and groups >= 3 and count % programs and programs * 2 * BN * bm * 4 <= split.WORKSPACE:
         # Whole tiles first, as neighbours side by side; one to two a program are shared.
-        return Share(programs, (count // programs - 1) * programs, False, 2 * programs, 2 * programs)
-    return Share(programs, count, False, 0, 0)
+        strided = (count // programs - 1) * programs
+        return Share(programs, strided, "tiles", 2 * programs, 2 * programs)
+    return Share(programs, count, "", 0, 0)
 
 
 def launch(
@@ -147,9 +148,9 @@ def launch(
     kernels.walk[(plan.programs,)](
         TensorDescriptor.from_tensor(x, [tile.bm, GROUP], layout),
         words, scale, words if offset is None else offset, scale if bias is None else bias,
-        state, done, out, rows, columns, padded, groups, row_tiles, column_tiles, plan.strided,
+        state, done, out, rows, columns, padded, groups, row_tiles, column_tiles, plan.strided, 0,
         PARTS=parts,
-        SIDE=plan.side,
+        CUT=plan.cut,
         BM=tile.bm,
         STAGES=stages(tile.bm),
         FP16=x.dtype == torch.float16,
