@@ -1,8 +1,7 @@
 # vllm_b70 on vLLM's public XPU image.
 #
 # Not run: this image was never built or started by the project (no Docker engine and no XPU where it
-# is made). And with VLLM_B70=1 this version refuses to serve on an XPU: its exact route covers vLLM's
-# CPU and CUDA builds so far. The image is here so that the package's shape is fixed from the start.
+# is made); docs/b70.md says in which order to try it on a card.
 #
 #   docker build -t vllm-b70 --build-arg VLLM_VERSION=v0.32.0 .
 ARG VLLM_VERSION=v0.32.0

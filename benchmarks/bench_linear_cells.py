@@ -26,7 +26,7 @@ from benchmarks.bench_linear import fits, run, weights
 from benchmarks.timing import graph_us, head
 from vllm_b70.ops import gemm as ops
 from vllm_b70.ops import tiles
-from vllm_b70.ops.tiles import Tile
+from vllm_b70.ops.tiles import Tile, replace
 
 #: Row counts of the table, and those that are timed for each.
 ROWS = {16: [1, 4, 16]} | {m: [m] for m in (32, 64, 128, 256, 512, 1024, 4096)}
@@ -42,16 +42,14 @@ def target(rows: int) -> float:
     return 1.0 if rows <= 16 else 0.95 if rows <= 256 else 0.85
 
 
-def split(
-    *shapes: tuple[int, int, int, int, int], swap: bool = False, ahead: int = 0
-) -> list[Tile]:
+def split(*shapes: tuple[int, int, int, int, int], swap: bool = False) -> list[Tile]:
     """Parts side by side: (columns, rows, k, warps, stages), loaded by descriptors."""
-    return [Tile("split", n, m, w, s, k, swap, True, ahead=ahead) for n, m, k, w, s in shapes]
+    return [Tile("split", n, m, w, s, k, swap, True) for n, m, k, w, s in shapes]
 
 
-def plain(*shapes: tuple[int, int, int, int, int], ahead: int = 0) -> list[Tile]:
+def plain(*shapes: tuple[int, int, int, int, int]) -> list[Tile]:
     """As ``split``, loaded by pointers."""
-    return [Tile("split", n, m, w, s, k, ahead=ahead) for n, m, k, w, s in shapes]
+    return [Tile("split", n, m, w, s, k) for n, m, k, w, s in shapes]
 
 
 def walk(
@@ -69,9 +67,6 @@ def few(m: int) -> list[Tile]:
     """One tile of rows: the weight's bytes take the time."""
     found = plain((32, m, 128, 4, 4), (32, m, 128, 2, 5))
     found += split((64, m, 128, 4, 4), (128, m, 64, 8, 5), swap=True)
-    for ahead in (512, 1024):
-        found += split((64, m, 128, 4, 4), swap=True, ahead=ahead)
-        found += plain((32, m, 128, 4, 4), ahead=ahead)
     return found
 
 
@@ -82,8 +77,7 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
         1: {
             16: few(16),
             32: few(32),
-            64: split((128, 64, 64, 8, 6), (128, 64, 64, 4, 6), (128, 64, 128, 4, 4))
-            + split((128, 64, 64, 4, 6), ahead=512),
+            64: split((128, 64, 64, 8, 6), (128, 64, 64, 4, 6), (128, 64, 128, 4, 4)),
             128: walk((128, 128, 64, 4, 6), (128, 128, 64, 8, 6)),
             256: walk((128, 128, 64, 8, 5), (128, 128, 64, 8, 4), (128, 128, 64, 4, 5),
                       (128, 256, 64, 8, 4), kernel="wide")
@@ -101,8 +95,7 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
         1: {
             16: few(16) + plain((16, 16, 128, 2, 8), (16, 16, 128, 4, 6)),
             32: few(32),
-            64: split((32, 64, 64, 4, 8), (32, 64, 128, 4, 6), (64, 64, 64, 4, 8))
-            + split((32, 64, 128, 4, 4), ahead=512),
+            64: split((32, 64, 64, 4, 8), (32, 64, 128, 4, 6), (64, 64, 64, 4, 8)),
             128: split((64, 64, 64, 4, 8), (64, 64, 128, 4, 6), (32, 128, 64, 4, 8))
             + split((64, 128, 64, 4, 6), swap=True),
             256: split((128, 64, 64, 4, 7), (128, 64, 128, 4, 4))
@@ -116,12 +109,10 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
             32: few(32),
             64: plain((64, 64, 128, 4, 4), (64, 64, 128, 4, 3))
             + split((64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 64, 128, 4, 5))
-            + split((64, 64, 128, 4, 4), swap=True)
-            + split((64, 64, 128, 4, 3), ahead=512),
+            + split((64, 64, 128, 4, 4), swap=True),
             128: split((64, 128, 64, 4, 6), (64, 128, 64, 4, 4), (64, 128, 128, 4, 4),
                        (64, 128, 64, 8, 6), swap=True)
-            + split((64, 128, 64, 4, 6), (128, 64, 64, 4, 6), (128, 128, 64, 8, 5))
-            + split((64, 128, 64, 4, 4), swap=True, ahead=256),
+            + split((64, 128, 64, 4, 6), (128, 64, 64, 4, 6), (128, 128, 64, 8, 5)),
             256: split((128, 128, 64, 8, 6), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3),
                        (128, 128, 64, 4, 6), (128, 128, 128, 4, 3))
             + split((128, 128, 64, 8, 6), (128, 128, 64, 4, 6), swap=True)
@@ -134,8 +125,7 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
         4: {
             16: few(16),
             32: few(32),
-            64: split((128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 64, 128, 4, 3))
-            + split((128, 64, 64, 4, 4), ahead=256),
+            64: split((128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
             128: split((128, 128, 64, 8, 6), (128, 128, 64, 4, 6), (128, 128, 128, 8, 3),
                        (128, 128, 64, 4, 3))
             + split((128, 128, 64, 8, 6), swap=True),
@@ -169,19 +159,13 @@ def launches(shape: tuple[int, int]) -> Iterator[tuple[int, int, Tile, bool]]:
             yield plan.parts, rows, plan.tile(rows), overlap
 
 
-def overlapped(allowed: bool) -> None:
-    """Switch overlap on or off for the launches that follow."""
-    options = {"PDL": True, "launch_pdl": True} if allowed else {"PDL": False}
-    tiles.overlap_options = lambda device: options  # type: ignore[assignment]
-
-
 def _compile(jobs: list[Launch]) -> list[str]:
     """In a process of its own: fill Triton's cache."""
     weight = torch.zeros(4096, 4096, device="cuda", dtype=DTYPE)
     done = torch.zeros(ops.counters(4096), dtype=torch.int32, device="cuda")
     failed = []
     for parts, tile, overlap in jobs:
-        overlapped(overlap)
+        tile = replace(tile, overlap=overlap)
         try:
             run(weight[: tile.bm].contiguous(), weight, done, parts, tile)
             torch.cuda.synchronize()
@@ -225,10 +209,9 @@ class Race:
     def ours(self, rows: int, parts: int, tile: Tile, overlap: bool, replays: int = 5) -> float:
         """Microseconds of a launch; infinity if its bits differ from those of another kernel."""
         if parts not in self.want:
-            overlapped(False)
             reference = Tile("walk", 64, 64, 4, 3, 64)
             self.want[parts] = run(self.x[:1024], self.weights[0], self.done, parts, reference)
-        overlapped(overlap)
+        tile = replace(tile, overlap=overlap)
         x = self.x[:rows].contiguous()
         got = run(x, self.weights[0], self.done, parts, tile)[:1024]
         if differing := int((got != self.want[parts][: len(got)]).sum()):
@@ -240,7 +223,7 @@ class Race:
 
 def short(tile: Tile) -> str:
     """A tile in a few letters."""
-    flags = [f for f in ("swap", "tensor", "persistent", "ahead") if getattr(tile, f)]
+    flags = [f for f in ("swap", "tensor", "persistent", "overlap") if getattr(tile, f)]
     words = (tile.kernel, f"{tile.bn}x{tile.bm}x{tile.bk}", f"{tile.warps}w", f"{tile.stages}s")
     return " ".join([*words, *(f"{f}={getattr(tile, f)}"[:12] for f in flags)])
 
@@ -296,7 +279,7 @@ def race(shape: tuple[int, int], until: float, result: dict[str, Any]) -> None:
                   f"{' | '.join(times[parts][rows][:3])}", flush=True)  # fmt: skip
             # What a tile of the table leaves out is what its fields are without it.
             plain_tile = vars(Tile("", 0, 0, 0, 0))
-            kept = {k: v for k, v in vars(tile).items() if v != plain_tile[k]}
+            kept = {k: v for k, v in vars(tile).items() if v != plain_tile[k]} | {"overlap": True}
             chosen.setdefault(parts, []).append({"rows": rows} | kept)
     result[name] = {}
     for parts, found in ratios.items():

@@ -344,7 +344,7 @@ def tune_norms(rows: Rows, until: float) -> None:
         bits = None
         for programs, warps, overlap, last in ROW_LAUNCHES if columns > 1024 else HEAD_LAUNCHES:
             norm.tiles.overlap_options = (
-                overlap_options if overlap else lambda device: {"PDL": False}
+                overlap_options if overlap else lambda device, wanted: {"PDL": False}
             )
             norm.MEET = last
             calls = data.launches(programs, warps)

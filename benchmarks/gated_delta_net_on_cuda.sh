@@ -28,12 +28,6 @@ if [[ " $stages " == *" compare "* ]]; then
 fi
 if [[ " $stages " == *" test "* ]]; then
   tests=tests/gpu/test_gated_delta_net.py
-  # Two processes compile everything from nothing, beside the tests that do not.
-  "$python" -m pytest -v -p no:cacheprovider "$tests" -k two_processes >"$out/replica.log" 2>&1 &
-  "$python" -m pytest -v -p no:cacheprovider "$tests" -k "not two_processes" --durations=6 2>&1 |
-    tee -a "$out/test.log"
-  note "tests in one process"
-  wait
-  tail -n 25 "$out/replica.log"
-  note all
+  "$python" -m pytest -v -p no:cacheprovider "$tests" --durations=12 2>&1 | tee -a "$out/test.log"
+  note tests
 fi

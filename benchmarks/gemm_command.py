@@ -59,8 +59,8 @@ def run(
         shapes = [tuple(map(int, s.split("x"))) for s in arguments.shapes.split(",")]  # type: ignore[misc]
     torch.manual_seed(0)
     if arguments.tiles:
-        table = tiles._table(op) | json.loads(arguments.tiles.read_text())
-        tiles._table = lambda op: table  # type: ignore[assignment]
+        kept, table = tiles._table, tiles._table(op) | json.loads(arguments.tiles.read_text())
+        tiles._table = lambda name: table if name == op else kept(name)  # type: ignore[assignment]
     if arguments.command == "tune":
         made = {tiles.family(torch.device("cuda")): tune(shapes, until)}
         arguments.out.write_text(json.dumps(made, indent=1) + "\n")

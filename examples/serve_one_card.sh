@@ -3,8 +3,8 @@
 # installed, VLLM_B70=1 and `vllm serve` are all there is.
 #
 # What has been run: such commands on vLLM's CPU build with tiny checkpoints of the same form
-# (examples/quickstart.sh --full). What has not: this model itself, and any XPU. On an XPU this version
-# refuses to start with VLLM_B70=1, because its exact route covers the CPU and CUDA so far.
+# (examples/quickstart.sh --full). What has not: this model itself, and any XPU; docs/b70.md says in
+# which order to try one.
 set -euo pipefail
 export VLLM_B70=1
 exec vllm serve "${MODEL:-RedHatAI/Qwen3.5-9B-quantized.w4a16}" \

@@ -4,13 +4,16 @@
 #   bash scripts/gpu_matrix.sh OUT STAGE ...
 # Stages (about how long on an H200 with 16 cores, caches filled by earlier ones):
 #   tests    tests/gpu, side by side                                  200 s
+#   census   tests/gpu/test_census.py, which prints its times            300 s
 #   gemm     INT4 and 16-bit GEMMs against their peers                150 s
+#   draft    the 4-bit draft head: tiles, its floor, a draft pass     110 s
 #   path     norms and attention                                       60 s
 #   gdn      launches of the gated delta net, and the race            130 s
 #   tiny     zero flips: the tiny 9B, every depth, replicas, stock    300 s
 #   27b      zero flips: the tiny 27B and one of its widths           150 s
 #   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
 #   wide     zero flips and speed: the 9B's widths, against stock     250 s
+#   depth    schedules of draft depths against fixed ones, depth 0    450 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,13 +57,25 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_overlap test_repack test_int4_gemm test_gated_delta_net; do
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net; do
     timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
   wait "${ids[@]}"
   # One line a file: what failed, else the dots of what passed.
   grep -aE '^(FAILED|ERROR|E  )|Error|^[.sFEx]+ +\[' "$1"/*.txt "$1"/path/*.txt | sed "s|$1/||" | cut -c1-160
+}
+
+stage_census() {
+  local group ids=() i=0
+  for group in "widths and 9b" "widths and 27b" "not widths"; do
+    timeout 560 python3 -m pytest -s -p no:cacheprovider tests/gpu/test_census.py -k "$group" \
+      >"$1/census-$((i++)).txt" 2>&1 &
+    ids+=($!)
+  done
+  wait "${ids[@]}"
+  grep -aE '^(FAILED|ERROR|E  )|Error| passed| failed| s$|^(warm|stock) ' "$1"/census-*.txt |
+    sed "s|$1/||" | cut -c1-160
 }
 
 stage_gemm() {
@@ -70,6 +85,14 @@ stage_gemm() {
   timeout 70 python3 benchmarks/bench_linear.py compare --out "$1/linear.json" --seconds 55 \
     >"$1/linear.txt" 2>&1
   grep -h "ratios\|cublas" "$1"/*.txt | cut -c1-160
+}
+
+stage_draft() {
+  timeout 70 python3 benchmarks/bench_draft.py tune --out "$1/tiles.json" --seconds 55 \
+    >"$1/tune.txt" 2>&1
+  timeout 60 python3 benchmarks/bench_draft.py compare --tiles "$1/tiles.json" --dtypes bfloat16 \
+    --out "$1/draft.json" --seconds 45 >"$1/draft.txt" 2>&1
+  grep -h " rows \|^op=\|DIFFERING\|Error" "$1"/*.txt | cut -c1-220
 }
 
 stage_path() {
@@ -138,6 +161,22 @@ stage_wide() {
   turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
   wait
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
+stage_depth() {
+  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
+  [ -d "$models/agree-9b" ] ||
+    python3 benchmarks/depth_gpu.py agree "$models/wide-9b" "$models/agree-9b"
+  local name
+  depth_cell() { # work name arguments...
+    timeout 150 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
+      --out "$1/cells/$2.json" "${@:3}" >"$1/$2.log" 2>&1
+    grep -a " users \|Error:" "$1/$2.log" | tail -6 | cut -c1-200
+  }
+  for name in 0 1 2 3; do depth_cell "$1" "d$name" --depth $name; done
+  depth_cell "$1" tuned --tuned "$1/cells"
+  depth_cell "$1" issue --schedule '[[1,8,3],[9,16,1],[17,64,0]]'
+  python3 benchmarks/depth_gpu.py collect "$1/cells" --out "$1/depth.json" | cut -c1-300
 }
 
 for stage in "$@"; do

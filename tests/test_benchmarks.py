@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import gemm_command, timing
+from benchmarks import depth_gpu, gemm_command, timing
 from vllm_b70.ops import tiles
 from vllm_b70.ops.tiles import Tile
 
@@ -59,3 +59,37 @@ def test_what_is_asked_for_is_done_and_written(asked, shapes, tmp_path, monkeypa
     assert calls == [shapes, (shapes, [torch.float16])]
     assert json.loads((tmp_path / "tune.json").read_text()) == {"some-family": {"1x2": {}}}
     assert json.loads((tmp_path / "compare.json").read_text())["rows"] == [{"ratio": 1.0}]
+
+
+def test_schedules_are_held_against_the_best_fixed_depth(tmp_path, capsys):
+    def level(users, speed, step, accepted=()):
+        names = ("users", "tokens_per_s", "step_ms", "acceptance")
+        return dict(zip(names, (users, speed, step, list(accepted)), strict=True))
+
+    cells = {
+        "d0": (0, None, [level(1, 100, 10), level(64, 4000, 16)]),
+        "d1": (1, None, [level(1, 150, 12, [0.8]), level(64, 3000, 30, [0.8])]),
+        "s": (1, [[1, 8, 1], [9, 64, 0]], [level(1, 148, 12, [0.8]), level(64, 3900, 16.2)]),
+    }
+    folder = tmp_path / "cells"
+    folder.mkdir()
+    for name, (depth, schedule, levels) in cells.items():
+        cell = {"depth": depth, "schedule": schedule, "levels": levels, "device": "x"}
+        (folder / f"{name}.json").write_text(json.dumps(cell | {"versions": {}, "command": name}))
+    assert depth_gpu.DepthModel(depth_gpu.static(folder)).schedule(2)[0][2] == 1
+    arguments = type("A", (), {"cells": folder, "out": tmp_path / "out.json"})
+    depth_gpu.collect(arguments)
+    alone, crowd = json.loads(arguments.out.read_text())["rows"]
+    assert (alone["best_depth"], alone["within_2_percent"]) == (1, True)
+    assert "step_against_none" not in alone, "it drafts"
+    assert (crowd["best_depth"], crowd["within_2_percent"]) == (0, False)
+    assert alone["against_same_depth"] == pytest.approx(148 / 150)
+    assert crowd["within_1_5_percent"] and crowd["step_against_none"] == pytest.approx(1.0125)
+
+
+def test_acceptance_is_that_of_what_ran_in_between():
+    nothing, none = {"drafts": [], "accepted": []}, {"drafts": [10], "accepted": [8, 5]}
+    after = {"drafts": [30], "accepted": [24, 11]}
+    assert depth_gpu.acceptance(nothing, nothing) == []
+    assert depth_gpu.acceptance(none, after) == [0.8, 0.3]
+    assert depth_gpu.acceptance(after, after) == []

@@ -92,7 +92,8 @@ def test_gated_delta_net_ratios():
         return span(min(found) for found in ratios.values())
 
     shown = (
-        f"decode {fastest('decode')}, verification of 4 tokens {fastest('verify')}, "
-        f"prompts {fastest('prefill')}"
+        f"decode {fastest('decode')}, verification of 4 tokens {fastest('verify')}; "
+        f"prompts {fastest('prefill')} against vLLM's Triton route (FLA)"
     )
     assert shown in README.replace("\n", " ")
+    assert {r["peer"] for r in rows if r["phase"] == "prefill"} == {"vllm_fla"}

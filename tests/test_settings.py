@@ -8,7 +8,9 @@ from vllm_b70.settings import SWITCHES, Settings, SettingsError, is_on
 
 
 def test_defaults_are_off():
-    assert Settings.from_env({}) == Settings(enabled=False, linear="exact", step_trace=None)
+    assert Settings.from_env({}) == Settings(
+        enabled=False, linear="exact", census="strict", step_trace=None
+    )
 
 
 def test_every_switch_has_a_field_and_the_documented_default():
@@ -26,11 +28,21 @@ def test_good_values(tmp_path):
         {
             "VLLM_B70": "1",
             "VLLM_B70_LINEAR": "naive",
+            "VLLM_B70_CENSUS": "warn",
             "VLLM_B70_STEP_TRACE": str(tmp_path / "trace.jsonl"),
+            "VLLM_B70_DRAFT_HEAD_GROUP": "32",
+            "VLLM_B70_DRAFT_LAYER": "int4",
             "VLLM_PLUGINS": "other",
         }
     )
-    assert settings == Settings(True, "naive", tmp_path / "trace.jsonl")
+    assert settings == Settings(
+        True,
+        "naive",
+        "warn",
+        tmp_path / "trace.jsonl",
+        draft_head_group=32,
+        draft_layer="int4",
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,10 +53,16 @@ def test_good_values(tmp_path):
         ("VLLM_B70", "01", "1 (on) or 0 (off)"),
         ("VLLM_B70_LINEAR", "fast", "exact, naive"),
         ("VLLM_B70_LINEAR", "", "exact, naive"),
+        ("VLLM_B70_CENSUS", "1", "strict, warn, off"),
         ("VLLM_B70_STEP_TRACE", "", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "trace.jsonl", "absolute path"),
         ("VLLM_B70_STEP_TRACE", "/nonexistent-folder/trace", "folder must exist"),
         ("VLLM_B70_STEP_TRACE", "/", "folder"),
+        ("VLLM_B70_DRAFT_HEAD", "int8", "int4, none"),
+        ("VLLM_B70_DRAFT_HEAD_GROUP", "100", "32, 64, 128, 256"),
+        ("VLLM_B70_DRAFT_LAYER", "", "int4, none"),
+        ("VLLM_B70_DRAFT_SHORTLIST", "list", "absolute path"),
+        ("VLLM_B70_DRAFT_SHORTLIST", "/nonexistent", "a file that exists"),
     ],
 )
 def test_malformed_values_name_variable_value_and_what_is_allowed(name, value, allowed):
@@ -52,6 +70,13 @@ def test_malformed_values_name_variable_value_and_what_is_allowed(name, value, a
         Settings.from_env({name: value})
     assert name in str(error.value) and repr(value) in str(error.value)
     assert allowed in str(error.value)
+
+
+def test_a_shortlist_without_the_head_that_reads_it(tmp_path):
+    (tmp_path / "list").touch()
+    environ = {"VLLM_B70_DRAFT_SHORTLIST": str(tmp_path / "list"), "VLLM_B70_DRAFT_HEAD": "none"}
+    with pytest.raises(SettingsError, match="set VLLM_B70_DRAFT_HEAD=int4"):
+        Settings.from_env(environ)
 
 
 def test_an_unknown_switch_is_refused_because_nothing_would_read_it():

@@ -57,3 +57,15 @@ def least_batched_tokens(max_num_seqs: int, max_draft_depth: int, grid: int = GR
         grid: Tokens between admissible chunk ends.
     """
     return max_num_seqs * (max_draft_depth + 1) + grid
+
+
+def most_blocks(tokens: int, max_num_seqs: int, grid: int = GRID) -> int:
+    """Most blocks of the grid that the prompt chunks of one step can have.
+
+    Args:
+        tokens: The step's budget.
+        max_num_seqs: Most requests in one step; each one's last block may hold a single token.
+        grid: Tokens of a block.
+    """
+    sequences = min(tokens, max_num_seqs)
+    return sequences + (tokens - sequences) // grid

@@ -9,12 +9,16 @@ from typing import Annotated
 import typer
 
 from vllm_b70.harness.cli import app as harness_app
+from vllm_b70.harness.depth_tune import app as depth_app
+from vllm_b70.speculation.shortlist_cli import app as shortlist_app
 
 app = typer.Typer(
     help="Tools around the vllm_b70 plugin of vLLM.", no_args_is_help=True, add_completion=False
 )
 checkpoint_app = typer.Typer(help="Make and check checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(shortlist_app, name="shortlist")
+app.add_typer(depth_app, name="depth")
 for command in harness_app.registered_commands:
     app.registered_commands.append(command)
 
@@ -32,6 +36,14 @@ class Shape(StrEnum):
 
     small = "9b"
     large = "27b"
+
+
+class Device(StrEnum):
+    """What a vLLM is built for."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    xpu = "xpu"
 
 
 @checkpoint_app.command("tiny")
@@ -74,6 +86,51 @@ def check(
     except CheckpointError as error:
         raise typer.Exit(_fail(error)) from error
     typer.echo(f"{directory}: nothing wrong found")
+
+
+@app.command("doctor")
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint whose memory to work out.")] = None,
+    users: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
+    depth: Annotated[int, typer.Option(help="Drafts a step.", min=0)] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a request.", min=1)] = 8192,
+    cards: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine, its software and its settings mean for the exact route.
+
+    Exit status: 0 nothing worse than a note; 1 a warning; 2 an error.
+    """
+    from vllm_b70.doctor import report
+
+    findings = report.examine(model, users, depth, tokens, cards)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report.as_json(findings), indent=1))
+    else:
+        from rich.console import Console
+
+        Console().print(report.as_table(findings))
+    raise typer.Exit(report.STATUS[report.worst(findings)])
+
+
+@app.command("census", context_settings={"ignore_unknown_options": True})
+def census(
+    model: Annotated[str, typer.Option(help="Folder or hub id of a checkpoint.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(help="Options of `vllm serve`, after `--`: the census asks for its rows."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the certificate to this file.")] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Refuse to run on another kind of device.")
+    ] = None,
+) -> None:
+    """Certify every op of a model on this device; exit status 1 if one is not exact."""
+    from vllm_b70.census.command import run
+
+    raise typer.Exit(run(model, options or [], json, None if device is None else device.value))
 
 
 def _fail(error: Exception) -> int:

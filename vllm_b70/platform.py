@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import builtin_platform_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_b70 import plugin
+from vllm_b70 import plugin, workers, xpu
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
-from vllm_b70.chunk_grid import GRID, least_batched_tokens
+from vllm_b70.chunk_grid import GRID, least_batched_tokens, most_blocks
 from vllm_b70.settings import current
-from vllm_b70.speculation.schedule import check_schedule
+from vllm_b70.speculation.schedule import check_graphs, check_schedule, depth_by_batch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +36,7 @@ SCHEDULERS = {
 STOCK_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 CPU_ATTENTION = "vllm_b70.layers.cpu_attention.RowInvariantCPUAttentionBackend"
 GPU_ATTENTION = "vllm_b70.layers.attention.RowInvariantAttentionBackend"
+XPU_COMMUNICATOR = "vllm_b70.layers.communicator.RankOrderXpuCommunicator"
 
 
 class PolicyError(ValueError):
@@ -63,8 +64,21 @@ def _max_draft_depth(config: VllmConfig) -> int:
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
 
-def check_choices(config: VllmConfig) -> None:
+def _skips(config: VllmConfig) -> bool:
+    """Whether the schedule has steps with depth 0."""
+    speculative = config.speculative_config
+    schedule = speculative and speculative.num_speculative_tokens_per_batch_size
+    return (
+        bool(schedule) and 0 in depth_by_batch(schedule, config.scheduler_config.max_num_seqs)[1:]
+    )
+
+
+def check_choices(config: VllmConfig, cards: tuple[int, ...] = (1,)) -> None:
     """Refuse what the exact route does not cover, by name.
+
+    Args:
+        config: vLLM's configuration.
+        cards: The tensor-parallel sizes that the device's route covers.
 
     Raises:
         PolicyError: One sentence with the setting, the reason and what to do.
@@ -110,13 +124,20 @@ def check_choices(config: VllmConfig) -> None:
             "use float32",
         )
     parallel = config.parallel_config
-    for setting, size in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
-    ):
+    for kind in ("pipeline", "data", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{kind}_parallel_size")
         if size > 1:
-            _refuse(f"{setting} {size}", "the exact route covers one worker", "leave it at 1")
+            _refuse(
+                f"--{kind.replace('_', '-')}-parallel-size {size}",
+                "the exact route covers one worker a card and one replica",
+                "leave it at 1",
+            )
+    if parallel.tensor_parallel_size not in cards:
+        _refuse(
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}",
+            "the sum over so many cards has no exact form on this device",
+            f"use {' or '.join(map(str, cards))}",
+        )
     if cache.mamba_cache_dtype not in ("auto", own):
         _refuse(
             f"--mamba-cache-dtype {cache.mamba_cache_dtype}",
@@ -173,7 +194,7 @@ def _check_scheduler(config: VllmConfig) -> None:
 
 #: What the layers were written for and tested with.
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin")
+QUANTIZATIONS = (None, "compressed-tensors", "gptq", "auto_gptq", "gptq_marlin", "inc")
 
 
 def _check_model(config: VllmConfig) -> None:
@@ -195,7 +216,7 @@ def _check_model(config: VllmConfig) -> None:
     if model.quantization not in QUANTIZATIONS:
         _refuse(
             f"--quantization {model.quantization}",
-            "only 4-bit compressed-tensors and GPTQ weights have an exact kernel",
+            "only 4-bit compressed-tensors, GPTQ and AutoRound weights have an exact kernel",
             "use such a checkpoint, or one that is not quantised",
         )
     if model.head_dtype != model.dtype:
@@ -244,6 +265,14 @@ def _check_speculation(config: VllmConfig) -> None:
     if schedule is not None:
         check_schedule(schedule, _max_draft_depth(config))
     model = config.model_config
+    if _skips(config):
+        layers = getattr(model.hf_text_config, "mtp_num_hidden_layers", 1)
+        if layers != 1:
+            _refuse(
+                f"depth 0 in a schedule with {layers} MTP layers",
+                "what a skipped step leaves out can be made up for with one layer only",
+                "use depths of 1 or more",
+            )
     folder = _folder(model.model, model.revision)
     if folder is not None and not has_mtp_head(folder):
         _refuse(
@@ -254,6 +283,44 @@ def _check_speculation(config: VllmConfig) -> None:
         )
 
 
+def _check_shortlist(config: VllmConfig) -> None:
+    """Refuse a list of draft tokens that is not for this model and its tokenizer."""
+    path, model = current().draft_shortlist, config.model_config
+    if path is not None and config.speculative_config is not None:
+        _check_list(path, model.tokenizer, model.tokenizer_revision, model.get_vocab_size())
+
+
+# vLLM makes a configuration several times a start.
+@functools.cache
+def _check_list(path: Path, name: str, revision: str | None, vocabulary: int) -> None:
+    from huggingface_hub import hf_hub_download
+    from tokenizers import Tokenizer
+
+    from vllm_b70.speculation.shortlist import check
+
+    try:
+        file = str(Path(name) / "tokenizer.json")
+        if not Path(name).is_dir():
+            # vLLM fetches the same file a moment later.
+            file = hf_hub_download(name, "tokenizer.json", revision=revision)
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:
+        raise PolicyError(
+            "VLLM_B70_DRAFT_SHORTLIST cannot be honoured: the list must fit the tokenizer.json of "
+            f"{name}, which cannot be read ({error}); leave the variable out."
+        ) from error
+    check(path, tokenizer, vocabulary)
+
+
+def _draft_without_logits(config: VllmConfig) -> None:
+    """Ask for greedy draft tokens and not for rows of logits, unless something needs the rows."""
+    speculative = config.speculative_config
+    if speculative is None or getattr(speculative, "enable_adaptive_verification", False):
+        return
+    if speculative.draft_sample_method == "greedy":
+        speculative.use_local_argmax_reduction = True
+
+
 class ExactPolicy:
     """Mixin over a platform class of vLLM: what every device has in common."""
 
@@ -261,6 +328,8 @@ class ExactPolicy:
     vllm_b70 = True
     #: What a user of this device has to know before relying on it; logged under the table.
     caution: str | None = None
+    #: How many cards the route covers.
+    cards: tuple[int, ...] = (1,)
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -278,11 +347,18 @@ class ExactPolicy:
             )
         # Before vLLM's own policy, which overwrites some of what the user chose.
         cls.check_device_choices(vllm_config)
-        check_choices(vllm_config)
+        check_choices(vllm_config, cls.cards)
+        _check_shortlist(vllm_config)
+        _draft_without_logits(vllm_config)
         vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        if vllm_config.speculative_config is not None:
+            from vllm_b70.compat import depth_metrics
+
+            depth_metrics.apply()
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+        _choose_worker(vllm_config)
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -320,6 +396,8 @@ class ExactPolicy:
             Row("prefix caching", "off", "a cached prefix ends where another prompt did"),
             Row("mamba_ssm_cache_dtype", "float32", "the state is never rounded between tokens"),
             Row("kv_cache_dtype", config.cache_config.cache_dtype, "quantised caches are refused"),
+            *_drafting(config),
+            Row("census", current().census, "every op is certified on this device at start"),
             *cls.device_policy(config),
         ]
 
@@ -392,8 +470,8 @@ class GpuPolicy(ExactPolicy):
 
     caution = (
         "the exact route on a GPU is new: its kernels are exact by construction and were compared "
-        "on one H200 only, and nothing certifies them on this device at start yet; compare your "
-        "own server with `vllm-b70 verify`"
+        "on one H200 only; the census certifies each op at start, not what torch.compile makes "
+        "between them; compare your own server with `vllm-b70 verify`"
     )
 
     @classmethod
@@ -427,6 +505,7 @@ class GpuPolicy(ExactPolicy):
                 "the kernels are 16-bit",
                 "use --dtype bfloat16 or float16",
             )
+        _check_chunk_offsets(config)
         compilation = config.compilation_config
         if compilation.mode not in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
             _refuse(
@@ -469,6 +548,13 @@ class GpuPolicy(ExactPolicy):
                 "a graph of its own for a row count may round differently",
                 "leave it out",
             )
+        speculative = getattr(config, "speculative_config", None)
+        sizes = compilation.cudagraph_capture_sizes
+        if speculative is not None and sizes and graphs is not CUDAGraphMode.NONE:
+            requests, depth = config.scheduler_config.max_num_seqs, _max_draft_depth(config)
+            schedule = speculative.num_speculative_tokens_per_batch_size or [(1, requests, depth)]
+            check_schedule(schedule, depth)
+            check_graphs(schedule, requests, max(sizes))
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
@@ -505,10 +591,129 @@ class GpuPolicy(ExactPolicy):
         ]
 
 
+def _check_chunk_offsets(config: VllmConfig) -> None:
+    """vLLM's chunked kernels find the state before each block of a step by a 32-bit offset."""
+    text = getattr(config.model_config, "hf_text_config", None)
+    if text is None or not hasattr(text, "linear_num_value_heads"):
+        return
+    scheduler = config.scheduler_config
+    budget, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    state = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
+    blocks, limit = most_blocks(budget, sequences), 2**31 // state
+    if blocks > limit:
+        _refuse(
+            f"--max-num-batched-tokens {budget}",
+            f"with {sequences} sequences a step may hold {blocks} blocks of {GRID} prompt tokens, "
+            f"and the chunked kernels address the states of {limit} of this model's",
+            f"lower it to {limit * GRID - sequences * (GRID - 1)} or less",
+        )
+
+
+class XpuPolicy(GpuPolicy):
+    """What the route on an XPU needs besides, and what it lacks there."""
+
+    caution = (
+        "the exact route was never run on an XPU: its kernels are compiled for Battlemage and "
+        "compared bit for bit in Triton's interpreter, no more; docs/b70.md says how to find out "
+        "what your card does with it"
+    )
+    cards = (1, 2)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is None and _no_graphs(vllm_config) is not None:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+        super().apply_config_platform_defaults(vllm_config)
+
+    @classmethod
+    def check_device_choices(cls, config: VllmConfig) -> None:
+        from vllm.config import CUDAGraphMode
+
+        for need in xpu.needs(config.parallel_config.tensor_parallel_size):
+            if not need.met:
+                _refuse(f"an XPU server without {need.what}", f"found {need.found}", need.remedy)
+        offload = config.offload_config
+        if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+            _refuse(
+                "weights offloaded to the host",
+                "the kernels load rectangles of device memory",
+                "leave --cpu-offload-gb and --offload-group-size out",
+            )
+        # vLLM would switch graphs off with a warning.
+        graphs = config.compilation_config.cudagraph_mode
+        why = _no_graphs(config)
+        if graphs not in (None, CUDAGraphMode.NONE) and why is not None:
+            _refuse(f"cudagraph_mode {graphs.name}", *why)
+        super().check_device_choices(config)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return XPU_COMMUNICATOR
+
+    @classmethod
+    def device_policy(cls, config: VllmConfig) -> list[Row]:
+        rows = super().device_policy(config)
+        cards = config.parallel_config.tensor_parallel_size
+        if cards > 1:
+            rows.append(
+                Row(
+                    "all-reduce",
+                    "rank order",
+                    f"gathered, added in fp32, rounded once; each card cuts K of its own shard, so "
+                    f"{cards} cards and one may differ",
+                )
+            )
+        return rows
+
+
+def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
+    """Why vLLM would not capture graphs on an XPU, and what to do; None if it would."""
+    need = xpu.graphs()
+    if not need.met:
+        return f"found {need.found}", need.remedy
+    if config.model_config is not None and config.model_config.enable_sleep_mode:
+        return "vLLM has no XPU graphs in sleep mode", "leave one of them out"
+    return None
+
+
+def _choose_worker(config: VllmConfig) -> None:
+    """Let vLLM's worker take the census, and skip draft steps where the schedule has depth 0."""
+    parallel = config.parallel_config
+    census, skipping = current().census != "off", _skips(config)
+    if not census and not skipping:
+        return
+    ours = workers.over(parallel.worker_cls, census=census, skipping=skipping)
+    if ours is None:
+        _refuse(
+            f"--worker-cls {parallel.worker_cls}",
+            "the census at start, and a schedule with depth 0, need a worker class of their own",
+            "leave it out; without such a schedule VLLM_B70_CENSUS=off does too",
+        )
+    else:
+        parallel.worker_cls = ours
+
+
 def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
     return Row("linears", "row-invariant", "one order of addition for every row count")
+
+
+def _drafting(config: VllmConfig) -> list[Row]:
+    settings = current()
+    chosen = (settings.draft_head, settings.draft_layer)
+    if config.speculative_config is None:
+        return [Row("drafting", "none", "the switches VLLM_B70_DRAFT_* have nothing to act on")]
+    head = "lm_head itself" if chosen[0] == "none" else f"int4, group {settings.draft_head_group}"
+    tokens = "all tokens" if settings.draft_shortlist is None else str(settings.draft_shortlist)
+    layer = "as loaded" if chosen[1] == "none" else "int4"
+    return [
+        Row("draft head", head, f"{tokens}; a copy, the target keeps its own"),
+        Row("draft layer", layer, "drafts are proposals: no choice here changes a token"),
+    ]
 
 
 def _show(rows: list[Row], caution: str | None) -> None:
@@ -526,10 +731,16 @@ def _show(rows: list[Row], caution: str | None) -> None:
     )
     if caution is not None:
         logger.warning("vllm_b70: %s", caution)
+    if current().census == "off":
+        logger.warning("vllm_b70: nothing certifies the ops on this device (VLLM_B70_CENSUS=off)")
 
 
 #: Our platform classes: the mixin, and which of vLLM's resolvers names the class under it.
-PLATFORMS = {"B70CpuPlatform": (CpuPolicy, "cpu"), "B70CudaPlatform": (GpuPolicy, "cuda")}
+PLATFORMS: dict[str, tuple[type[ExactPolicy], str]] = {
+    "B70CpuPlatform": (CpuPolicy, "cpu"),
+    "B70CudaPlatform": (GpuPolicy, "cuda"),
+    "B70XpuPlatform": (XpuPolicy, "xpu"),
+}
 
 
 @functools.cache

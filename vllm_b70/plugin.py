@@ -13,6 +13,7 @@ from vllm_b70.settings import SWITCHES, current, is_on
 PLATFORMS = {
     "cpu": "vllm_b70.platform.B70CpuPlatform",
     "cuda": "vllm_b70.platform.B70CudaPlatform",
+    "xpu": "vllm_b70.platform.B70XpuPlatform",
 }
 
 
@@ -71,10 +72,11 @@ def register() -> None:
     _check_platform()
 
     from vllm_b70 import layers
-    from vllm_b70.compat import mtp_head, seams
+    from vllm_b70.compat import auto_round, mtp_head, seams
 
     seams.require(*(name for name, seam in seams.SEAMS.items() if not seam.worker))
     mtp_head.apply()
+    auto_round.apply()
     layers.register(settings)
     _registered = True
 
@@ -99,7 +101,8 @@ def _check_platform() -> None:
         return
     raise PluginError(
         f"VLLM_B70=1 but vLLM runs on {type(current_platform).__name__}, not on the plugin's "
-        "platform: this version of vllm_b70 has an exact route for vLLM's CPU and CUDA builds, and "
-        "VLLM_TARGET_DEVICE=cpu or a VLLM_PLUGINS list without vllm_b70 keeps the plugin out; "
-        "unset those variables, or set VLLM_B70=0 to serve without the guarantee."
+        "platform: this version of vllm_b70 has an exact route for vLLM's CPU, CUDA and XPU builds "
+        "where their device is found, and VLLM_TARGET_DEVICE=cpu or a VLLM_PLUGINS list without "
+        "vllm_b70 keeps the plugin out; see `vllm-b70 doctor`, unset those variables, or set "
+        "VLLM_B70=0 to serve without the guarantee."
     )

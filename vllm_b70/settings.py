@@ -23,11 +23,19 @@ def _switch(name: str, value: str) -> bool:
     return value == "1"
 
 
-def _linear(name: str, value: str) -> str:
-    allowed = ("exact", "naive")
-    if value not in allowed:
-        raise SettingsError(f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}.")
-    return value
+def _one_of(*allowed: str) -> Callable[[str, str], str]:
+    def parse(name: str, value: str) -> str:
+        if value not in allowed:
+            raise SettingsError(
+                f"{name}={value!r} is not allowed: use one of {', '.join(allowed)}."
+            )
+        return value
+
+    return parse
+
+
+def _group(name: str, value: str) -> int:
+    return int(_one_of("32", "64", "128", "256")(name, value))
 
 
 def _file(name: str, value: str) -> Path:
@@ -37,6 +45,15 @@ def _file(name: str, value: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise SettingsError(
             f"{name}={value!r} is not allowed: its folder must exist and it must not be a folder."
+        )
+    return path
+
+
+def _input_file(name: str, value: str) -> Path:
+    path = Path(value)
+    if not path.is_absolute() or not path.is_file():
+        raise SettingsError(
+            f"{name}={value!r} is not allowed: use the absolute path of a file that exists."
         )
     return path
 
@@ -57,14 +74,41 @@ SWITCHES: dict[str, Switch] = {
     "VLLM_B70_LINEAR": Switch(
         "linear",
         "exact",
-        _linear,
+        _one_of("exact", "naive"),
         "exact: row-invariant kernels; naive: dequantise and call BLAS, the control that must fail",
+    ),
+    "VLLM_B70_CENSUS": Switch(
+        "census",
+        "strict",
+        _one_of("strict", "warn", "off"),
+        "strict: an op that the census at start finds inexact stops the server; warn; off",
     ),
     "VLLM_B70_STEP_TRACE": Switch(
         "step_trace",
         None,
         _file,
         "absolute path of a file that the scheduler fills anew, one JSON line a step",
+    ),
+    "VLLM_B70_DRAFT_HEAD": Switch(
+        "draft_head",
+        "int4",
+        _one_of("int4", "none"),
+        "int4: drafts come from a 4-bit copy of the lm_head; none: from the lm_head itself",
+    ),
+    "VLLM_B70_DRAFT_HEAD_GROUP": Switch(
+        "draft_head_group", 128, _group, "values that share a scale in the 4-bit draft head"
+    ),
+    "VLLM_B70_DRAFT_SHORTLIST": Switch(
+        "draft_shortlist",
+        None,
+        _input_file,
+        "absolute path of a list of the only tokens that the 4-bit draft head scores",
+    ),
+    "VLLM_B70_DRAFT_LAYER": Switch(
+        "draft_layer",
+        "none",
+        _one_of("int4", "none"),
+        "int4: the MTP layer's 16-bit linears are quantised at load, for drafting alone",
     ),
 }
 
@@ -76,12 +120,22 @@ class Settings:
     Attributes:
         enabled: The plugin's route is on.
         linear: ``exact`` or ``naive`` (a control, never for serving).
+        census: ``strict``, ``warn`` or ``off``.
         step_trace: File for the scheduler's step trace, or None.
+        draft_head: ``int4`` or ``none``.
+        draft_head_group: Group size of the 4-bit draft head.
+        draft_shortlist: File of the tokens that the 4-bit draft head scores, or None for all.
+        draft_layer: ``int4`` or ``none``.
     """
 
     enabled: bool = False
     linear: str = "exact"
+    census: str = "strict"
     step_trace: Path | None = None
+    draft_head: str = "int4"
+    draft_head_group: int = 128
+    draft_shortlist: Path | None = None
+    draft_layer: str = "none"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -106,7 +160,13 @@ class Settings:
             for name, switch in SWITCHES.items()
             if name in environ
         }
-        return cls(**values)
+        settings = cls(**values)
+        if settings.draft_shortlist is not None and settings.draft_head == "none":
+            raise SettingsError(
+                "VLLM_B70_DRAFT_SHORTLIST is set, but only the 4-bit draft head reads it: unset it "
+                "or set VLLM_B70_DRAFT_HEAD=int4."
+            )
+        return settings
 
 
 @functools.cache

@@ -15,7 +15,8 @@ class Case:
     """A kernel with its arguments' types and its constants.
 
     Attributes:
-        kernel: ``file.function`` in ``vllm_b70/kernels``.
+        kernel: ``file.function`` in ``vllm_b70/kernels``, or ``vllm.file.function``: one of
+            vLLM's chunked kernels.
         dtype: What the report calls this case; ``fp16`` or ``bf16`` for most kernels.
         types: Triton type of each run-time argument, e.g. ``*fp16`` or ``i32``.
         constants: Value of each constexpr argument.
@@ -27,6 +28,8 @@ class Case:
         registers: The estimate of registers has to fit; False where no launch fits, and the
             case says why.
         fusion: A multiplication and an addition may be fused.
+        plain_dots: Dots of float32 that are not to be rounded: chains of fused multiply-adds, in
+            ascending k, instead of DPAS.
     """
 
     kernel: str
@@ -39,6 +42,7 @@ class Case:
     unaligned: tuple[str, ...] = ()
     registers: bool = True
     fusion: bool = False
+    plain_dots: int = 0
 
 
 def dot_dpas(m: int, n: int, k: int, warps: int) -> int:

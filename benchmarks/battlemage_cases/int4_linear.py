@@ -1,4 +1,5 @@
-"""The INT4 GEMM: every tile of the table in both dtypes, with every group, and masked."""
+"""The INT4 GEMM: every tile of the table in both dtypes, with every group, and masked; and the
+argmax at its own tiles."""
 
 from __future__ import annotations
 
@@ -19,6 +20,31 @@ def cases() -> Iterator[Case]:
         yield _case(tile, "fp16", parts=1, **odd)
         # What takes the place of block loads where x or K does not allow them.
         yield _case(tile, "fp16", parts=1, **odd, BLOCK=False)
+    for tile in xpu_tiles("int4_argmax"):
+        for dtype in ("fp16", "bf16"):
+            yield _argmax(tile, dtype, EVEN_N=True)
+        yield _argmax(tile, "fp16", EVEN_N=False)
+
+
+def _argmax(tile: dict[str, Any], dtype: str, **changed: bool) -> Case:
+    """One part: that is the partition of every vocabulary; x by blocks, as a hidden state is."""
+    step = tile["step"] or 128
+    return Case(
+        kernel="int4_linear.argmax",
+        dtype=dtype,
+        types=dict(
+            x=f"*{dtype}", words="*i32", scale=f"*{dtype}", best="*i64",
+            M="i32", N="i32", NP="i32", K="i32", groups="i32",
+        ),
+        constants=dict(
+            PARTS=1, GROUP=128, STEP=step, BN=tile["bn"], BM=tile["bm"], FP16=dtype == "fp16",
+            PTX=False, LEFT=True, BLOCK=True, UNROLL=1,
+        ) | changed,
+        tile=tile,
+        dpas=dot_dpas(tile["bm"], tile["bn"], step, tile["warps"]),
+        block_loads=True,
+        unaligned=("M", "groups") + (() if changed["EVEN_N"] else ("N",)),
+    )  # fmt: skip
 
 
 def _case(

@@ -41,8 +41,7 @@ def _gemm(kernel: str, tile: dict[str, Any], dtype: str, parts: int = 3, **chang
     else:
         types["out"] = f"*{dtype}"
     if kernel == "split":
-        types |= {"weight": f"*{dtype}", "partial": "*fp32", "done": "*i32"}
-        constants["AHEAD"] = 0
+        types |= {"partial": "*fp32", "done": "*i32"}
     if kernel == "walk":
         constants["FLATTEN"] = tile.get("persistent", False)
     if kernel != "argmax":

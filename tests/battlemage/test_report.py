@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import battlemage, battlemage_ir  # noqa: E402
+from benchmarks import battlemage, battlemage_ir, battlemage_vllm  # noqa: E402
 from benchmarks.battlemage_cases.case import dot_dpas, xpu_tiles  # noqa: E402
+from vllm_b70.ops import gdn_launches  # noqa: E402
 
 REPORT = json.loads(battlemage.REPORT.read_text())
 AGAIN = f"write it again: {battlemage.COMMAND}"
@@ -21,9 +22,16 @@ def test_it_was_made_from_these_sources():
     assert REPORT["sources"] == battlemage.sources(), AGAIN
 
 
+def test_vllms_kernels_are_those_of_the_installed_vllm():
+    pytest.importorskip("vllm")
+    assert REPORT["vllm_sources"] == battlemage_vllm.sources(), AGAIN
+
+
 def test_every_launched_kernel_is_in_it():
     missing = battlemage.entry_kernels() - {entry["kernel"] for entry in REPORT["kernels"]}
     assert not missing, f"declare them in benchmarks/battlemage_cases, then {AGAIN}"
+    vllms = [e["kernel"] for e in REPORT["kernels"] if e["kernel"].startswith("vllm.")]
+    assert {name.split(".")[2] for name in vllms} == set(gdn_launches.chunk_kernels())
 
 
 def test_every_declared_case_is_in_it():
@@ -75,7 +83,7 @@ GOOD = {
     "kernel": "k.k", "dtype": "fp16", "tile": {"warps": 32, "grf": 256}, "expected_dpas": 4,
     "dpas": 4, "dots_elsewhere": 0, "wants_block_loads": True, "block_loads": 1, "fma": 0,
     "may_contract": False, "fusion_allowed": False, "slm_bytes": 2**17, "threads_per_warp": 16,
-    "limits_registers": True, "register_bytes": 2**14,
+    "limits_registers": True, "register_bytes": 2**14, "plain_dots": 0,
 }  # fmt: skip
 
 
@@ -84,7 +92,7 @@ GOOD = {
     [
         ("dpas", 3), ("dots_elsewhere", 1), ("block_loads", 0), ("fma", 1), ("may_contract", True),
         ("slm_bytes", 2**17 + 1), ("threads_per_warp", 64), ("register_bytes", 2**14 + 1),
-        ("tile", {"warps": 64, "grf": 256}), ("tile", {"warps": 32}),
+        ("tile", {"warps": 64, "grf": 256}), ("tile", {"warps": 32}), ("plain_dots", 1),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(name, value):
@@ -177,10 +185,11 @@ def test_the_dpas_of_a_dot():
 def test_the_declared_launches_are_those_of_the_ops():
     """The cases cannot import the ops, which import torch."""
     from benchmarks.battlemage_cases import attention, causal_conv1d, gated_delta_rule, norm
+    from benchmarks.battlemage_cases import chunked_gated_delta_rule as chunked
     from vllm_b70 import chunk_grid
     from vllm_b70.ops import attention as attention_op
-    from vllm_b70.ops import gdn_launches, prompt_inputs, recurrent_steps
     from vllm_b70.ops import norm as norm_op
+    from vllm_b70.ops import prompt_inputs, recurrent_steps
 
     for rows, split in zip((16, 17), attention.SPLITS, strict=True):
         plan = attention_op.plan(attention.SIZE, rows, "xpu")
@@ -197,6 +206,9 @@ def test_the_declared_launches_are_those_of_the_ops():
         launch = gdn_launches.recurrent("xpu", case.constants["HV"])
         named = {"block": launch.block, "warps": launch.warps, "grf": launch.grf}
         assert case.tile == named | {"stages": 2} and not launch.overlap
+    for case in chunked.cases():
+        launch = gdn_launches.chunk(case.kernel.split(".")[2], "xpu", case.constants["H"])
+        assert case.tile == {k.removeprefix("num_"): value for k, value in launch.items()}
     steps = (recurrent_steps.CONV_BLOCK, recurrent_steps.CONV_WARPS)
     assert steps == (causal_conv1d.CONV_BLOCK, causal_conv1d.CONV_WARPS)
     prompts = (prompt_inputs.BLOCK_TOKENS, prompt_inputs.WARPS, prompt_inputs.GRF, chunk_grid.GRID)

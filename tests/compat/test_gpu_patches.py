@@ -35,8 +35,8 @@ def module_with(configs, arguments=("x", "H")):
     return types.SimpleNamespace(__name__="module", **{NAME: heuristics(autotune(compiled))})
 
 
-def config(**blocks):
-    return triton.Config(blocks, num_warps=WANTED["num_warps"], num_stages=2)
+def config(stages=WANTED["num_stages"], **blocks):
+    return triton.Config(blocks, num_warps=WANTED["num_warps"], num_stages=stages)
 
 
 @pytest.fixture
@@ -59,8 +59,9 @@ def test_a_pinned_kernel_runs_one_configuration(family, monkeypatch):
     assert len(launched) == 2
 
 
-def test_a_configuration_that_vllm_no_longer_has_is_refused(family):
-    module = module_with([config(BK=16, BV=16)])
+@pytest.mark.parametrize("change", [{"BK": 16}, {"stages": 1}, {"more": 1}])
+def test_a_configuration_that_vllm_no_longer_has_is_refused(family, change):
+    module = module_with([config(**{"BK": WANTED["BK"], "BV": WANTED["BV"]} | change)])
     fla_autotune.pin(module, NAME)
     with pytest.raises(PluginError, match="not a configuration of this vLLM"):
         getattr(module, NAME)[(1,)](5, H=32)
@@ -77,6 +78,25 @@ def test_without_a_number_of_heads_it_is_refused():
         fla_autotune.pin(module_with([config(BK=64, BV=64)], ("x",)), NAME)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FLA_TRIL_PRECISION", "tf32"),
+        ("FLA_USE_FAST_OPS", "1"),
+        ("FLA_USE_TMA", "1"),
+        ("TRITON_F32_DEFAULT", "ieee"),
+    ],
+)
+def test_other_arithmetic_is_refused(monkeypatch, name, value):
+    monkeypatch.setattr(gdn_launches, "chunk_kernels", list)
+    for other, wanted in fla_autotune.ARITHMETIC.items():
+        monkeypatch.setenv(other, wanted)
+    fla_autotune.apply()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PluginError, match=f"cannot serve with {name}={value}"):
+        fla_autotune.apply()
+
+
 #: vLLM's CPU build makes its kernels plain functions; here they are what a GPU build has.
 CHECK = """
 import transformers, triton, triton.language as tl
@@ -85,18 +105,24 @@ u.triton, u.tl, u.tldevice, u.HAS_TRITON = triton, tl, None, True
 import importlib, json, sys
 from vllm_b70.compat import fla_autotune
 from vllm_b70.ops import gdn_launches, tiles
-tiles.family = lambda device: "any"
 fla_autotune.apply()
 for name in gdn_launches.chunk_kernels():
     module = importlib.import_module(f"{fla_autotune.PACKAGE}.{fla_autotune.MODULES[name]}")
     pinned = getattr(module, name).fn
-    assert pinned._choose(32) and len(pinned.autotuner.configs) > 1, name
+    for kind in ("any", "xpu"):
+        tiles.family = lambda device: kind
+        assert pinned._choose(32) and pinned._choose(48), name
+    assert len(pinned.autotuner.configs) > 1, name
 from vllm.third_party.flash_linear_attention.ops import chunk
 import inspect
 source = inspect.getsource(chunk.chunk_gated_delta_rule_fwd)
 calls = ["chunk_local_cumsum", "chunk_scaled_dot_kkt_fwd", "solve_tril", "recompute_w_u_fwd",
          "chunk_gated_delta_rule_fwd_h", "chunk_fwd_o"]
 found = [line for line in source.split("\\n") if "= " in line and line.strip().endswith("(")]
+from pathlib import Path
+files = [path.read_text() for path in Path(chunk.__file__).parent.glob("*.py")]
+for name in fla_autotune.ARITHMETIC:
+    assert name.startswith("TRITON") or any(f'"{name}"' in text for text in files), name
 print(len(found), all(f"{call}(" in source for call in calls))
 """
 

@@ -48,7 +48,7 @@ def test_a_chain_gives_the_bits_of_launches_in_turn(rows, monkeypatch):
         chain.scale.copy_(scale)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "overlap_options", lambda device: {"PDL": False})
+        patch.setattr(tiles, "overlap_options", lambda device, wanted: {"PDL": False})
         want = []
         for seed in range(4):
             reset(seed)

@@ -15,7 +15,13 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def patched_once(monkeypatch):
+def as_on_a_gpu(monkeypatch):
+    """Every kernel test runs so."""
+    patch_once(monkeypatch)
+    order_dots(monkeypatch)
+
+
+def patch_once(monkeypatch):
     """The interpreter prepares Triton's language anew for every function that a kernel calls, a
     third of the time of these tests; once a launch is enough."""
     import triton.language as tl
@@ -40,8 +46,7 @@ def patched_once(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
 
 
-@pytest.fixture(autouse=True)
-def ordered_dot(monkeypatch):
+def order_dots(monkeypatch):
     """Replace three things of the interpreter: a dot by BLAS, which is not invariant to the row
     count, and a conversion to bfloat16 that cuts off instead of rounding, neither of which a GPU
     does; and numpy's exp2, which may differ from torch's, by one that rounds correctly."""

@@ -293,7 +293,7 @@ def test_a_lost_state_is_counted():
     read, starts, kept = ints(0, 0), ints(0, 0, 0), torch.zeros(2, 2, dtype=torch.int32)
     table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     place_states(record, ints(0, 5, 69), ints(5, 128), table, ints(1, 1), starts, read, kept)
-    assert read.tolist() == [0, 0] and record.lost.item() == 1, "a chunk without the one before it"
+    assert read.tolist() == [0, -1] and record.lost.item() == 1, "a chunk without the one before"
     place_states(record, ints(0, 2, 3), ints(7, 129), table, None, starts, read, kept)
     assert read.tolist() == [1, 3] and record.lost.item() == 1
     place_states(record, ints(0, 1, 2), ints(6, 140), table, None, starts, read, kept)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from vllm_b70.ops import int4_argmax, split
 from vllm_b70.ops.int4_gemm import counters, launch
-from vllm_b70.ops.int4_words import pack_words
+from vllm_b70.ops.int4_words import Int4Words, pack_words
 from vllm_b70.ops.tiles import Tile
+from vllm_b70.reference.int4_linear import int4_argmax as reference_argmax
 from vllm_b70.reference.int4_linear import int4_linear as reference
 
 
@@ -114,3 +116,88 @@ def test_the_partition_is_part_of_the_arithmetic():
     weight = Weight(1024, 64, 32, True, torch.float16)
     x = rows(16, 1024, torch.float16)
     assert not torch.equal(weight.run(x, TILES[0], 1), weight.run(x, TILES[0], 4))
+
+
+def run_argmax(x, weight, tile, parts=1):
+    value = torch.full((x.shape[0],), float("nan"))
+    index = torch.full((x.shape[0],), -1)
+    int4_argmax.launch(x, weight, value, index, parts, tile, ptx=False)
+    return value, index
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [*TILES[:4], Tile("walk", 64, 16, 4, 2, unroll=2), TILES[5]],
+    ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
+)
+@pytest.mark.parametrize(
+    ("depth", "columns", "group_size", "parts", "dtype"),
+    [
+        (256, 64, 128, 1, torch.float16),
+        (384, 200, 128, 2, torch.bfloat16),
+        (256, 130, 32, 1, torch.bfloat16),
+        (512, 70, 256, 3, torch.float16),
+    ],
+)
+def test_argmax_is_that_of_the_reference(depth, columns, group_size, parts, dtype, tile):
+    weight = Weight(depth, columns, group_size, True, dtype)
+    x = rows(9, depth, dtype)
+    scale = weight.scale.repeat_interleave(group_size // weight.packed.group, 0)
+    q = weight.q.to(torch.uint8)
+    want = reference_argmax(x, q, scale, None, None, weight.packed.group, parts)
+    value, index = run_argmax(x, weight.packed, tile, parts)
+    assert torch.equal(value, want[0]) and torch.equal(index, want[1])
+
+
+def tied(columns=200, depth=128):
+    """Columns 15, 16, 63, 64, 70 and 199 are one column, and the best for the rows here."""
+    weight = Weight(depth, columns, 128, True, torch.float16)
+    q, scale = weight.q.clone(), weight.scale.clone() * 0.01
+    for column in (15, 16, 63, 64, 70, 199):
+        q[:, column], scale[:, column] = q[:, 15], 0.1
+    packed = pack_words(lambda a, b: q[a:b], depth, columns, scale, None, 128, torch.float16)
+    return packed, (q[:, 15] - 8).to(torch.float16)[None]
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3], TILES[5]], ids=lambda t: f"{t.bn}x{t.bm}")
+def test_argmax_ties_nan_and_infinity(tile):
+    """Equal columns tie across every border of tiles; the lowest wins, and NaN before all."""
+    packed, best = tied()
+    x = torch.cat([best, -best, best, best * 0])
+    value, index = run_argmax(x, packed, tile)
+    assert index[0] == index[2] == 15 and index[3] == 0 and value[3] == 0
+    assert index[1] not in (15, 16, 63, 64, 70, 199)
+    packed.scale[0, 130] = packed.scale[0, 65] = float("nan")
+    packed.scale[0, 3] = float("inf")
+    value, index = run_argmax(x[:3], packed, tile)
+    assert value.isnan().all() and index.tolist() == [65] * 3
+
+
+def test_argmax_never_names_padding():
+    """All logits are minus infinity, and the columns that fill the last tile would give zero."""
+    x = torch.ones(2, 128, dtype=torch.float16)
+    q = torch.zeros(128, 70, dtype=torch.uint8)
+    scale = torch.full((1, 70), 6e4)
+    packed = pack_words(lambda a, b: q[a:b], 128, 70, scale, None, 128, torch.float16)
+    for tile in (TILES[0], TILES[3], TILES[5]):
+        value, index = run_argmax(x, packed, tile)
+        assert (value == float("-inf")).all() and index.tolist() == [0, 0]
+
+
+def test_argmax_in_pieces_and_shards(monkeypatch):
+    """Many rows go in pieces that keep to the workspace; shards combine by value and column."""
+    weight = Weight(128, 192, 128, True, torch.float16)
+    x = rows(40, 128, torch.float16)
+    value, index = run_argmax(x, weight.packed, TILES[0])
+    w = weight.packed
+    shards = [
+        Int4Words(w.words[:, a : a + 64].contiguous(), w.scale[:, a : a + 64].contiguous(), None,
+                  128, 64, 128)
+        for a in (0, 64, 128)
+    ]  # fmt: skip
+    values, indices = zip(*(run_argmax(x, shard, TILES[0]) for shard in shards), strict=True)
+    best = torch.stack(values).argmax(0)
+    columns = torch.stack([i + 64 * n for n, i in enumerate(indices)])
+    assert torch.equal(columns.gather(0, best[None])[0], index)
+    monkeypatch.setattr(split, "WORKSPACE", 16 * 3 * 8)
+    assert torch.equal(run_argmax(x, w, TILES[0])[1], index)

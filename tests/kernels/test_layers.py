@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from vllm_b70.layers import linear
+from vllm_b70.layers import draft, linear
+from vllm_b70.layers.int4_linear import GpuInt4LinearKernel
 from vllm_b70.layers.logits_processor import RowInvariantLogitsProcessor
 from vllm_b70.ops import gemm
 from vllm_b70.reference.linear import linear as reference
@@ -23,7 +24,9 @@ def head(weight, padding=0, start=0, ranks=1):
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.register_buffer("b70_done", torch.zeros(gemm.counters(len(weight)), dtype=torch.int32))
     layer.shard_indices = types.SimpleNamespace(
-        num_org_vocab_padding=padding, org_vocab_start_index=start
+        num_org_vocab_padding=padding,
+        org_vocab_start_index=start,
+        org_vocab_end_index=start + len(weight) - padding,
     )
     layer.tp_size = ranks
     layer.quant_method = linear.RowInvariantEmbeddingMethod()
@@ -85,3 +88,21 @@ def test_ranks_combine_to_the_lowest_column(monkeypatch):
     processor().get_top_tokens(head(weight[:64].clone(), ranks=2), x)
     got = processor().get_top_tokens(head(weight[64:].clone(), start=64, ranks=2), x)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("group", [64, 256])
+@pytest.mark.parametrize("listed", [None, [2, 1003, *range(1010, 1068, 2)]])
+def test_a_drafts_top_tokens_are_those_of_its_logits_and_no_row_is_made(listed, group, monkeypatch):
+    monkeypatch.setattr(draft, "CpuInt4LinearKernel", GpuInt4LinearKernel)
+    weight = tensor(70, 256)
+    weight[40:64] = weight[:24]
+    weight[68:] = 50.0  # padding: would win
+    model = types.SimpleNamespace(lm_head=head(weight, padding=2, start=1000))
+    drafting = draft.DraftHead(draft.DraftHeadMethod(model, group, listed, "LIST"))
+    drafting.quant_method.process_weights_after_loading(drafting)
+    x = tensor(33, 256, seed=1)
+    want = LogitsProcessor.get_top_tokens(processor(), drafting, x)
+    monkeypatch.setattr(torch.ops.vllm_b70, "int4_gemm", None)
+    got = processor().get_top_tokens(drafting, x)
+    assert torch.equal(got, want) and len(got.unique()) > 5
+    assert (got < 1068).all() and (listed is None or set(got.tolist()) <= set(listed))

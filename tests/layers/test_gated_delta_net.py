@@ -1,5 +1,6 @@
 """The gated delta net by position: no neighbour, width, rejection or recycled slot shows."""
 
+import inspect
 import types
 
 import numpy as np
@@ -198,6 +199,30 @@ def test_a_profile_run_without_metadata_leaves_the_output(metadata, monkeypatch)
     out = torch.full((2, HV, SIZE), 3.0)
     gdn.gated_delta_net(torch.zeros(2, 8), torch.zeros(2, HV), torch.zeros(2, HV), out, "layer")
     assert (out == 3).all()
+
+
+def test_on_an_xpu_the_core_is_ours_and_not_vllms_op(monkeypatch):
+    """The method that vLLM's constructor picks for an XPU, and what vLLM's own would have run."""
+    stock = gdn.QwenGatedDeltaNetAttention
+    assert "self._forward_method = self.forward_xpu" in inspect.getsource(stock.__init__)
+    layer, request = make_layer("SD", 0), Request(80, 70, 70, [1])
+    mixed, b, a = request.inputs
+    layer.prefix, layer.num_v_heads, layer.conv_dim = "layer", HV, CHANNELS
+    layer.gqa_interleaved_layout = layer.disable_tp_for_ba_proj = False
+    z = torch.zeros(70, HV * SIZE, dtype=torch.bfloat16)
+    layer.in_proj_qkvz = lambda x: (torch.cat([mixed, z], dim=1), None)
+    layer.in_proj_ba = lambda x: (torch.cat([b, a], dim=1), None)
+    layer._output_projection = lambda core, z: core
+    plan = gdn.plan_step(StateColumns(), [0, 70], [70], [[1]], [True])
+    context = types.SimpleNamespace(
+        attn_metadata={"layer": plan}, no_compile_layers={"layer": layer}
+    )
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    layer._forward_method = layer.forward_xpu
+    x = torch.zeros(70, 8, dtype=torch.bfloat16)
+    assert torch.equal(layer.forward(x), alone(80, 70, 70, "SD"))
+    with pytest.raises(AttributeError, match="gdn_attention_core_xpu"):
+        stock.forward_xpu(layer, x)
 
 
 def test_history_sources():

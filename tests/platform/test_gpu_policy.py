@@ -109,6 +109,45 @@ def test_what_is_refused_by_name(change, sentence):
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("heads", "most"), [(32, 4096 * 64), (48, 2730 * 64)])
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_a_budget_whose_states_do_not_fit_32_bits_is_refused(heads, most, sequences):
+    """The last block's last head begins below 2**31 values, and one more block's would not."""
+    text = types.SimpleNamespace(
+        linear_num_value_heads=heads, linear_key_head_dim=128, linear_value_head_dim=128
+    )
+    model = types.SimpleNamespace(dtype=torch.float16, hf_text_config=text)
+
+    def check(budget):
+        scheduler = types.SimpleNamespace(max_num_batched_tokens=budget, max_num_seqs=sequences)
+        Policy.check_device_choices(config(model_config=model, scheduler_config=scheduler))
+
+    fits = most - 63 * sequences
+    check(fits)
+    with pytest.raises(platform.PolicyError, match=f"lower it to {fits} or less"):
+        check(most + 64)
+
+
+def speculating(schedule=None, **compilation):
+    given = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": schedule}
+    return config(
+        compilation_config=CompilationConfig(**compilation),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
+        speculative_config=types.SimpleNamespace(**given),
+    )
+
+
+def test_a_depth_that_no_graph_serves_is_refused():
+    Policy.check_device_choices(speculating(cudagraph_capture_sizes=[1, 2, 4]))
+    Policy.check_device_choices(speculating(cudagraph_capture_sizes=[2], cudagraph_mode="NONE"))
+    with pytest.raises(ValueError, match="3 draft tokens for 1 requests make steps of 4 rows"):
+        Policy.check_device_choices(speculating(cudagraph_capture_sizes=[1, 2]))
+    with pytest.raises(ValueError, match="2 draft tokens for 9 requests make steps of 27 rows"):
+        Policy.check_device_choices(
+            speculating([[1, 8, 3], [9, 64, 2]], cudagraph_capture_sizes=[1, 2, 4, 16])
+        )
+
+
 @pytest.mark.parametrize("chosen", [None, Backend.TRITON_ATTN])
 def test_attention_is_ours_whatever_else_is_installed(chosen):
     name = Policy.get_attn_backend_cls(chosen, selector())
@@ -134,7 +173,12 @@ def test_the_table_says_how_decodes_are_captured():
 
 @pytest.mark.parametrize(
     ("built_for", "name"),
-    [("cpu", "B70CpuPlatform"), ("cuda", "B70CudaPlatform"), ("xpu", None), ("rocm", None)],
+    [
+        ("cpu", "B70CpuPlatform"),
+        ("cuda", "B70CudaPlatform"),
+        ("xpu", "B70XpuPlatform"),
+        ("rocm", None),
+    ],
 )
 def test_the_platform_class_follows_the_device(built_for, name, monkeypatch):
     import vllm.platforms as vllm_platforms

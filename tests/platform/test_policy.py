@@ -28,6 +28,7 @@ for case in cases:
         ).create_engine_config()
         result = {
             "scheduler": str(config.scheduler_config.scheduler_cls),
+            "worker": config.parallel_config.worker_cls,
             "ssm": config.cache_config.mamba_ssm_cache_dtype,
             "mode": config.compilation_config.mode.name,
             "split": os.environ["VLLM_CPU_ATTN_SPLIT_KV"],
@@ -52,7 +53,13 @@ ACCEPTED = {
         | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, 64, 0]]}
     },
 }
+SKIPPING = ACCEPTED["schedule"]
 REFUSED = {
+    "worker under a schedule": (
+        SKIPPING | {"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"},
+        {"VLLM_B70_CENSUS": "off"},
+        "--worker-cls vllm.v1.worker.worker_base.WorkerBase",
+    ),
     "prefix caching": ({"enable_prefix_caching": True}, {}, "prefix caching"),
     "batch invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=1"),
     "two LoRA streams": (
@@ -72,6 +79,11 @@ REFUSED = {
     "pipeline": ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2"),
     "tensor": ({"tensor_parallel_size": 2}, {}, "--tensor-parallel-size 2"),
     "v2 runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "V2"),
+    "worker": (
+        {"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"},
+        {},
+        "--worker-cls vllm.v1.worker.worker_base.WorkerBase",
+    ),
     "scheduler": (
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         {},
@@ -168,7 +180,14 @@ def test_what_is_set_for_a_user_who_chose_nothing(results, case):
     assert result["ssm"] == "float32" and result["split"] == "0"
     rows = {row["setting"]: row["value"] for row in result["policy"]}
     assert rows["scheduler"] == "ChunkGridScheduler" and rows["prefix caching"] == "off"
+    assert rows["census"] == "strict"
     assert all(row["why"] for row in result["policy"])
+
+
+def test_every_worker_takes_the_census_and_only_a_schedule_with_depth_0_has_one_that_skips(results):
+    names = {case: results[case]["worker"].removeprefix("vllm_b70.workers.") for case in ACCEPTED}
+    every = dict.fromkeys(ACCEPTED, "CensusCpuWorker")
+    assert names == every | {"schedule": "CensusSkippingCpuWorker"}
 
 
 def test_the_execution_mode_is_the_users(results):

@@ -18,6 +18,8 @@ import vllm_b70.plugin as p, vllm.model_executor.custom_op as c
 from vllm.platforms import current_platform
 p.register(); p.register()
 print(type(current_platform).__name__, p.registered(), sorted(c.op_registry_oot))
+from vllm.model_executor.models.registry import ModelRegistry
+print("DRAFT", ModelRegistry.models["Qwen3_5MTP"].module_name)
 """
 ONLY_THE_PLATFORM = """
 from vllm.platforms import current_platform
@@ -38,6 +40,7 @@ CASES = {
     "swallowed exception": ({}, SWALLOWED, ""),
     "another seam": ({}, ANOTHER_SEAM, ""),
     "general plugin kept out": ({}, ONLY_THE_PLATFORM, ""),
+    "own draft model": ({"VLLM_B70_DRAFT_HEAD": "none"}, "", AFTER),
     "off": ({"VLLM_B70": "0", "VLLM_B70_STEP_TRACE": "/nonexistent/t"}, "", ""),
 }
 # A fork a case: importing vLLM is what takes the time.
@@ -79,6 +82,13 @@ def test_it_registers_and_may_be_called_again(results):
     assert results["plain"] == "loaded"
     assert "B70CpuPlatform True" in results["output"]
     assert "QwenGatedDeltaNetAttention" in results["output"]
+
+
+def test_the_draft_model_is_ours_where_a_switch_asks_for_it(results):
+    assert results["own draft model"] == "loaded"
+    names = [line.split()[1] for line in results["output"].splitlines() if line[:5] == "DRAFT"]
+    stock = "vllm.model_executor.models.qwen3_5_mtp"
+    assert names == ["vllm_b70.layers.draft_model", stock]
 
 
 def test_off_reads_no_other_switch(results):

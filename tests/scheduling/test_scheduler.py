@@ -11,6 +11,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_b70.scheduling.scheduler import AsyncChunkGridScheduler, ChunkGridScheduler
 from vllm_b70.scheduling.step_trace import StepTrace
+from vllm_b70.speculation.depth_counts import DepthCounts, receive
+from vllm_b70.speculation.draft_lag import DraftLag
 
 CLASSES = [(ChunkGridScheduler, Scheduler), (AsyncChunkGridScheduler, AsyncScheduler)]
 
@@ -18,6 +20,8 @@ CLASSES = [(ChunkGridScheduler, Scheduler), (AsyncChunkGridScheduler, AsyncSched
 def bare(cls):
     scheduler = object.__new__(cls)
     scheduler._cuts, scheduler._trace, scheduler.requests = 0, None, {}
+    scheduler._states, scheduler._cut_to, scheduler.num_spec_tokens = [], None, 0
+    scheduler._counts, scheduler._lag = DepthCounts(), DraftLag(3)
     return scheduler
 
 
@@ -40,6 +44,7 @@ def test_the_hook_of_vllm_is_the_grid(cls, base):
 def test_the_hook_is_switched_on_after_vllm_decided(cls, base, monkeypatch):
     def init(self):
         self.need_mamba_block_aligned_split = False
+        self.dynamic_sd_lookup, self.num_spec_tokens = None, 0
 
     monkeypatch.setattr(base, "__init__", init)
     assert cls().need_mamba_block_aligned_split is True
@@ -73,3 +78,39 @@ def test_a_step_is_recorded_as_it_was_scheduled(cls, base, monkeypatch, tmp_path
         "preempted": 1,
         "cuts": 1,
     }
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES)
+def test_depths_and_what_the_drafter_does_are_counted(cls, base, monkeypatch):
+    scheduler = bare(cls)
+    scheduler.num_spec_tokens, scheduler.dynamic_sd_lookup = 3, [0, 3, 0]
+    scheduler.requests = {"a": request(11, 10), "b": request(14, 10)}
+
+    def step(depth, **widths):
+        output = types.SimpleNamespace(
+            num_scheduled_tokens=widths, num_spec_tokens_to_schedule=depth, finished_req_ids=set()
+        )
+        monkeypatch.setattr(base, "schedule", lambda self, throttle_prefills=False: output)
+        scheduler.schedule()
+
+    step(0, a=1, b=4)
+    step(0, a=1, b=1)
+    scheduler._cut_to = 1
+    step(3, a=1)
+    monkeypatch.setattr(base, "make_spec_decoding_stats", lambda self, *a: "stats")
+    monkeypatch.setattr(
+        base, "make_stats", lambda self, *a: types.SimpleNamespace(num_kv_fetch_reqs_by_stage={})
+    )
+    assert scheduler.make_spec_decoding_stats(None, 3, 2, None, "a") == "stats"
+    sent = scheduler.make_stats().num_kv_fetch_reqs_by_stage
+    assert {(name, *labels): count for name, labels, count in receive(sent)} == {
+        ("draft_depth_steps", "0", "schedule"): 2,
+        ("draft_depth_steps", "1", "blocks"): 1,
+        ("draft_depth_steps", "3", "schedule"): 1,
+        ("draft_layer_skipped_steps",): 2,
+        ("draft_layer_caught_up_steps",): 1,
+        ("drafts", "3"): 1,
+        ("accepted_draft_tokens", "3", "0"): 1,
+        ("accepted_draft_tokens", "3", "1"): 1,
+    }
+    assert not scheduler.make_stats().num_kv_fetch_reqs_by_stage, "sent once"

@@ -2,7 +2,12 @@
 
 import pytest
 
-from vllm_b70.speculation.schedule import ScheduleError, check_schedule
+from vllm_b70.speculation.schedule import (
+    ScheduleError,
+    check_graphs,
+    check_schedule,
+    depth_by_batch,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,20 @@ def test_good_schedules(schedule):
 def test_bad_schedules_say_why(schedule, reason):
     with pytest.raises(ScheduleError, match=reason):
         check_schedule(schedule, 3)
+
+
+@pytest.mark.parametrize("schedule", [[[1, 2, 3], [3, 4, 1], [5, 5, 0]], [[1, 99, 2]]])
+def test_the_depth_for_each_batch_is_vllms(schedule):
+    dynamic = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils")
+    expected = dynamic.build_dynamic_sd_schedule_lookup(schedule, 8, 3)
+    assert depth_by_batch(schedule, 8) == expected
+
+
+def test_a_depth_beyond_the_captured_graphs_is_refused():
+    schedule = [[1, 8, 3], [9, 16, 1], [17, 64, 0]]
+    check_graphs(schedule, 64, 32)
+    check_graphs(schedule, 8, 4)  # more than 8 requests are never served
+    with pytest.raises(ScheduleError, match=r"1 draft tokens for 9 requests make steps of 18 rows"):
+        check_graphs(schedule, 64, 17)
+    with pytest.raises(ScheduleError, match="to 8 or more, or lower the depth"):
+        check_graphs([[1, 64, 7]], 64, 4)

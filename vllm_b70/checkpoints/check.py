@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def check_checkpoint(directory: Path) -> None:
             f"{directory} has a quantization_config but no INT4 tensors, so the weights belong to "
             "another model or have been renamed; download the checkpoint again."
         )
+    _check_draft_blocks(quantization, modules)
     for module, parts in sorted(modules.items()):
         if f"{module}.weight" in tensors:
             raise CheckpointError(
@@ -138,6 +139,19 @@ def has_mtp_head(directory: Path) -> bool:
         CheckpointError: a safetensors file cannot be read.
     """
     return any(name.startswith("mtp.") for name in _read_headers(directory))
+
+
+def weight_bytes(directory: Path) -> int:
+    """Bytes of all tensors, a vision tower left out: served with ``--language-model-only``.
+
+    Raises:
+        CheckpointError: a safetensors file cannot be read.
+    """
+    return sum(
+        tensor.end - tensor.start
+        for name, tensor in _read_headers(directory).items()
+        if ".visual." not in f".{name}"
+    )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -303,6 +317,19 @@ def _gptq_scheme(quantization: Mapping[str, Any], method: str) -> _Scheme:
         _require_4_bits(bits, where)
         sizes.add(_require_group_size(override.get("group_size", size), f"group_size of {where}"))
     return _Scheme("gptq", frozenset(sizes), symmetries.pop() if len(symmetries) == 1 else None)
+
+
+def _check_draft_blocks(quantization: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """vLLM builds draft layers that AutoRound's list of blocks leaves out unquantised."""
+    blocks = quantization.get("block_name_to_quantize") or quantization.get("to_quant_block_names")
+    names = blocks.split(",") if isinstance(blocks, str) else blocks
+    draft = sorted(module for module in modules if module.startswith("mtp."))
+    if names and draft and not any(draft[0].startswith(name.strip()) for name in names):
+        raise CheckpointError(
+            f"{draft[0]} is INT4, but block_name_to_quantize in config.json names only "
+            f"{', '.join(names)}, so vLLM would build the MTP layers unquantised; add "
+            '"mtp.layers" to it.'
+        )
 
 
 # --- safetensors --------------------------------------------------------------------------

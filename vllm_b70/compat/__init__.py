@@ -7,6 +7,9 @@ request. Where there is no official seam, a patch stands in a file of its own he
 The ledger of patches (each file says what, why, upstream, versions, and when it can go):
 
 * ``mtp_head``: a clear refusal of speculation without an MTP head.
+* ``auto_round``: AutoRound layers go through vLLM's registry of linear kernels.
+* ``depth_metrics``: vLLM's Prometheus logger also shows our counts of draft depths.
 * ``fla_autotune``: one configuration for each chunked gated-delta-net kernel on a GPU.
+* ``state_blocks``: recurrent state is reserved by the depth of the drafts.
 * ``prompt_rows``: the V2 model runner tells prompt chunks from other rows by position.
 """

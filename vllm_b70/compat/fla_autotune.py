@@ -10,6 +10,7 @@ remove    when vLLM offers configurations that do not depend on timing; tests/co
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm_b70.ops import gdn_launches, tiles
@@ -23,6 +24,14 @@ MODULES = {
     "recompute_w_u_fwd_kernel": "wy_fast",
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "chunk_delta_h",
     "chunk_fwd_kernel_o": "chunk_o",
+}
+
+#: Variables that choose the kernels' arithmetic, and what each must be if it is set.
+ARITHMETIC = {
+    "FLA_TRIL_PRECISION": "ieee",
+    "FLA_USE_FAST_OPS": "0",
+    "FLA_USE_TMA": "0",
+    "TRITON_F32_DEFAULT": "",
 }
 
 
@@ -47,7 +56,7 @@ class Pinned:
         return self.fn.run(*args, **kwargs, **self._chosen[heads], enable_fp_fusion=self.fusion)
 
     def _choose(self, heads: int) -> dict[str, Any]:
-        """The table's entry, if the kernel's authors tried it as well.
+        """The table's entry as the launcher takes it, if the kernel's authors tried it as well.
 
         Raises:
             PluginError: They did not, so the kernel is no longer the one that the table is for.
@@ -56,14 +65,14 @@ class Pinned:
 
         from vllm_b70.plugin import PluginError
 
-        device = "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cuda"
-        wanted = gdn_launches.chunk(self.name, tiles.family(torch.device(device)), heads)
+        kind = "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cuda"
+        device = torch.device(kind)
+        wanted = gdn_launches.chunk(self.name, tiles.family(device), heads)
+        options = tiles.grf_options(wanted.pop("grf", 0), device)
         for config in self.autotuner.configs:
-            tried = {**config.kwargs, "num_warps": config.num_warps}
-            if all(tried.get(name, wanted[name]) == wanted[name] for name in wanted) and set(
-                config.kwargs
-            ) <= set(wanted):
-                return dict(wanted)
+            stages = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            if config.kwargs | stages == wanted:
+                return wanted | options
         raise PluginError(
             f"vllm_b70 has pinned {self.name} to {wanted}, which is not a configuration of this "
             "vLLM: install a supported vLLM, or set VLLM_B70=0."
@@ -105,8 +114,21 @@ def pin(module: Any, name: str) -> None:
 
 
 def apply() -> None:
-    """Pin every kernel that prompt chunks run through; safe to call again."""
+    """Pin every kernel that prompt chunks run through; safe to call again.
+
+    Raises:
+        PluginError: The environment asks for other arithmetic, or a kernel cannot be pinned.
+    """
     import importlib
 
+    from vllm_b70.plugin import PluginError
+
+    for name, wanted in ARITHMETIC.items():
+        found = os.environ.get(name, wanted)
+        if found != wanted:
+            raise PluginError(
+                f"vllm_b70 cannot serve with {name}={found}, which changes the arithmetic of the "
+                "chunked kernels: unset it, or set VLLM_B70=0."
+            )
     for name in gdn_launches.chunk_kernels():
         pin(importlib.import_module(f"{PACKAGE}.{MODULES[name]}"), name)

@@ -172,7 +172,9 @@ def default_cells(*, full: bool = False, control: bool = False) -> list[Cell]:
             name = f"{format}-{shape}-eager-schedule"
             cells.append(Cell(name, format, shape, 3, _SCHEDULE, (1, 8, 32), serve_args=_EAGER))
     if control:
-        naive: dict[str, Any] = {"env": {"VLLM_B70_LINEAR": "naive"}, "serve_args": _EAGER}
+        # The census would not let it serve.
+        env = {"VLLM_B70_LINEAR": "naive", "VLLM_B70_CENSUS": "off"}
+        naive: dict[str, Any] = {"env": env, "serve_args": _EAGER}
         stock: dict[str, Any] = {
             "env": {"VLLM_B70": "0"},
             "serve_args": (*_EAGER, "--no-enable-prefix-caching"),

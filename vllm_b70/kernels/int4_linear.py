@@ -4,9 +4,10 @@
     acc[m, n]  = sum over the groups of a part, ascending, of part * scale[n]
     y[m, n]    = sum over parts, ascending, of acc;  out = round(y + bias)
 
-The parts of a weight are an argument and never follow the row count. Two kernels compute the same
+The parts of a weight are an argument and never follow the row count. The kernels compute the same
 bits: ``split`` lets one program compute one part and the last to finish add them in index order;
-``walk`` lets one program walk all parts. Tiles, warps and stages are free.
+``walk`` lets one program walk all parts; ``argmax`` is a walk that keeps the best column of a tile
+instead of storing its logits. Tiles, warps and stages are free.
 
 The weight goes from the packed words to the matrix unit through registers only. On CUDA it is
 the left operand, so that few rows cost a narrow tile. On XPU (LEFT) the rows are the left operand,
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 
 from vllm_b70.kernels.blocks import POINTERS, advance_block, load_block, make_block
+from vllm_b70.kernels.linear import rank
 
 
 @triton.jit
@@ -288,6 +290,7 @@ def _part_weight_left(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """The sum over groups first to last, ascending; [BN, BM] fp32."""
     acc = tl.zeros((BN, BM), tl.float32)
@@ -298,7 +301,7 @@ def _part_weight_left(
     in_n = rows_n < NP
     middle = 0x64086408 if FP16 else 0x43084308
     symmetric = tl.full((BN, 1), middle, tl.int32)
-    for group in range(first, last):
+    for group in tl.range(first, last, loop_unroll_factor=UNROLL):
         if EVEN_N:
             w = tl.load(word_at + group * NP * (GROUP // 8))
             s = tl.load(scale + group * NP + rows_n)
@@ -345,6 +348,7 @@ def _part(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """One part of the K partition: [BM, BN] if LEFT, else [BN, BM]. Shared by both kernels."""
     if LEFT:
@@ -355,9 +359,31 @@ def _part(
     else:
         part = _part_weight_left(
             x, words, scale, offset, rows_n, rows_m, M, NP, K, first, last,
-            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
+            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, UNROLL,
         )  # fmt: skip
     return part
+
+
+@triton.jit
+def _parts(
+    x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K, groups,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, FP16: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, PTX: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The sum over all parts, each by ``_part``, in index order."""
+    y = _part(
+        x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K, 0, groups // PARTS,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
+    )  # fmt: skip
+    for i in range(1, PARTS):
+        y += _part(
+            x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K,
+            i * groups // PARTS, (i + 1) * groups // PARTS,
+            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
+        )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -437,7 +463,7 @@ def split(
     first, last = part * groups // PARTS, (part + 1) * groups // PARTS
     y = _part(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, first, last,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
     )  # fmt: skip
     if PARTS == 1:
         _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
@@ -488,14 +514,58 @@ def walk(
     row, column = tl.program_id(0), tl.program_id(1)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
-    y = _part(
-        x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, 0, groups // PARTS,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
+    y = _parts(
+        x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
     )  # fmt: skip
-    for i in range(1, PARTS):
-        y += _part(
-            x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K,
-            i * groups // PARTS, (i + 1) * groups // PARTS,
-            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
-        )  # fmt: skip
     _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
+
+
+@triton.jit(do_not_specialize=["M", "groups"])
+def argmax(
+    x,
+    words,
+    scale,
+    best,
+    M,
+    N,
+    NP,
+    K,
+    groups,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    FP16: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PTX: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The best column of each row and column tile of a symmetric weight whose K is whole groups.
+
+    Grid (M / BM, N / BN), so that row tiles share the weight in the cache; else as ``walk``.
+
+    Args:
+        best: [N / BN, M] int64, the rank of the best column (``linear.rank``) among those of the
+            tile; its values are rounded to the dtype of x first, as a row of logits would be.
+        UNROLL: Groups of a step of the loop, which does not change their order; unread if LEFT.
+    """
+    row, column = tl.program_id(0), tl.program_id(1)
+    rows_n = column * BN + tl.arange(0, BN)
+    rows_m = row * BM + tl.arange(0, BM)
+    y = _parts(
+        x, words, scale, words, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
+        GROUP, STEP, BN, BM, FP16, False, EVEN_N, True, PTX, LEFT, BLOCK, UNROLL,
+    )  # fmt: skip
+    n = rows_n[None, :] if LEFT else rows_n[:, None]
+    ranks = rank(y.to(tl.float16 if FP16 else tl.bfloat16).to(tl.float32), n)
+    # Below every rank of a column: the lowest order of a value is that of minus infinity.
+    ranks = tl.where(n < N, ranks, -0x8000000000000000)
+    tl.store(
+        best + column.to(tl.int64) * M + rows_m,
+        tl.max(ranks, axis=1 if LEFT else 0),
+        mask=rows_m < M,
+    )

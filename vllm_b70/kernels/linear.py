@@ -20,7 +20,7 @@ from vllm_b70.kernels.blocks import (
     make_block,
     make_transposed_block,
 )
-from vllm_b70.kernels.overlap import fetch, let_next_start, wait
+from vllm_b70.kernels.overlap import let_next_start, wait
 
 #: Values of k that are never cut: parts begin at multiples of it, and BK divides it.
 UNIT = 128
@@ -130,7 +130,6 @@ def _finish(
 def split(
     x,
     w,
-    weight,
     bias,
     partial,
     done,
@@ -146,7 +145,6 @@ def split(
     TENSOR: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (N / BN, PARTS, M / BM).
@@ -156,24 +154,17 @@ def split(
             ``blocks.POINTERS``.
         w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR, unless
             ``blocks.POINTERS``.
-        weight: [N, K], what w describes; unread if not PDL.
         bias: [N], unread if not BIAS.
         partial: [PARTS, M, N] fp32 workspace; its former content does not matter. Unread if PARTS
             is 1.
         done: [M / BM * N / BN] int32, zero before and after. Unread if PARTS is 1.
         out: [M, N], the dtype of x.
-        AHEAD: Values of each row of its part, a power of two or 0, that a program asks for before
-            the kernel before it has ended. Read if PDL.
     """
     part = tl.program_id(1)
     column, row = tl.program_id(0) * BN, tl.program_id(2) * BM
     units = tl.cdiv(K, _UNIT)
     first, last = part * units // PARTS, (part + 1) * units // PARTS
     if PDL:
-        if AHEAD:
-            n = tl.minimum(column + tl.arange(0, BN), N - 1).to(tl.int64)
-            k = tl.minimum(first * _UNIT + tl.arange(0, AHEAD // 64) * 64, K - 1)
-            fetch(weight + n[:, None] * K + k[None, :])
         wait()
         let_next_start()
     y = _part(x, w, row, column, M, N, K, first, last, BN, BM, BK, SWAP, TENSOR, EVEN_K)
@@ -245,7 +236,7 @@ def walk(
 
 
 @triton.jit
-def _rank(value, column):
+def rank(value, column):
     """An int64 that orders (value, column) as argmax does: NaN first, then the larger value, then
     the lower column; the two zeros are equal."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
@@ -277,7 +268,7 @@ def argmax(
     the weight in the cache; else as ``split``.
 
     Args:
-        best: [N / BN, M] int64, the rank of the best column (``_rank``) among those of the tile.
+        best: [N / BN, M] int64, the rank of the best column (``rank``) among those of the tile.
         DTYPE: What the logits are rounded to before they are compared, so that columns tie exactly
             where the row of logits would.
     """
@@ -286,7 +277,7 @@ def argmax(
     m, n, _ = _tile_offsets(row, column, N, BN, BM, SWAP)
     if BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    ranks = _rank(y.to(DTYPE).to(tl.float32), n)
+    ranks = rank(y.to(DTYPE).to(tl.float32), n)
     # Below every rank of a column: the lowest order of a value is that of minus infinity.
     ranks = tl.where(n < N, ranks, -0x8000000000000000)
     rows_m = row + tl.arange(0, BM)
@@ -314,8 +305,8 @@ def best_of(best, value, index, M, tiles, BLOCK: tl.constexpr):
             best + at.to(tl.int64) * M + row, mask=at < tiles, other=-0x8000000000000000
         )
         found = tl.maximum(found, ranks)
-    rank = tl.max(found, axis=0)
-    order = (rank >> 32).to(tl.int32)
+    top = tl.max(found, axis=0)
+    order = (top >> 32).to(tl.int32)
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     tl.store(value + row, bits.to(tl.float32, bitcast=True))
-    tl.store(index + row, 0x7FFFFFFF - (rank & 0xFFFFFFFF))
+    tl.store(index + row, 0x7FFFFFFF - (top & 0xFFFFFFFF))

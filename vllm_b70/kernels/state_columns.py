@@ -68,11 +68,10 @@ def place(
         prompt = tl.load(in_prompt + request) != 0
         good = tl.where(prompt, (start == 0) | (found & (column == 0)), found)
         kept = tl.where(prompt, 1, kept)
-        slot = tl.where(prompt, 0, tl.where(good, source, -1))
+        source = tl.where(prompt, 0, source)
     else:
         good = found
-        slot = tl.where(good, source, -1)
-    tl.store(read + request, tl.where(live, slot, 0))
+    tl.store(read + request, tl.where(live, tl.where(good, source, -1), 0))
     tl.store(kept_first + own, start + tokens - kept + 1, mask=live)
     tl.store(kept_count + own, kept, mask=live)
     tl.atomic_add(lost, 1, mask=live & (good == 0))

@@ -12,7 +12,8 @@ def register(settings: Settings) -> None:
     """Register every layer of the exact route; called once a process.
 
     Args:
-        settings: The switches; ``linear`` chooses between the exact kernel and the control.
+        settings: The switches; ``linear`` chooses between the exact kernel and the control,
+            and some say how drafts are made.
 
     Raises:
         PluginError: A seam of the installed vLLM differs from what the layers rely on.
@@ -20,7 +21,7 @@ def register(settings: Settings) -> None:
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_b70.layers import gated_delta_net, int4_linear, linear, logits_processor, norm
+    from vllm_b70.layers import draft, gated_delta_net, int4_linear, linear, logits_processor, norm
 
     # vLLM's attention and chunked kernels use the AMX registers where there are any. A process must
     # ask the system for them first; stock vLLM's does through oneDNN, whose linears we replace.
@@ -34,3 +35,4 @@ def register(settings: Settings) -> None:
     else:
         norm.register_gpu()
     gated_delta_net.register()
+    draft.register(settings)

@@ -317,9 +317,10 @@ def gated_delta_net(
     # While it profiles, vLLM has no metadata at all, or none for layers with a recurrent state.
     plan = (context.attn_metadata or {}).get(layer_name)
     if plan is None:
-        if mixed_qkv.is_cuda and torch.cuda.is_current_stream_capturing():
+        device = mixed_qkv.device
+        if device.type != "cpu" and torch.get_device_module(device).is_current_stream_capturing():
             raise RuntimeError(
-                "a piecewise CUDA graph would hold the gated delta net without its metadata: "
+                "a piecewise graph would hold the gated delta net without its metadata: "
                 "set cudagraph_mode to FULL_DECODE_ONLY."
             )
         return

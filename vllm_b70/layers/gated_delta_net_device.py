@@ -112,12 +112,16 @@ class PromptCall:
         tokens: Prompt rows.
         rows: The prompt rows of the batch, a slice or their indices.
         offsets: [N + 1] int32, blocks of 64 tokens before each sequence.
+        kept: [N, 1, 1, 1] bool, whether a sequence's state before it is in its slot.
+        blank: [N, 1, 1, 1] fp32, what stands for it otherwise: 0, or NaN where it is lost.
     """
 
     sequences: PromptSequences
     tokens: int
     rows: slice | torch.Tensor
     offsets: torch.Tensor
+    kept: torch.Tensor
+    blank: torch.Tensor
 
 
 @dataclass
@@ -128,7 +132,8 @@ class DevicePlan:
         prompts: The prompt chunks, or None.
         steps: Whether any row is past its prompt.
         starts: [R + 1] int32, where each request's rows start.
-        read: [R] int32, the slot to continue from; 0 for prompt chunks and padding.
+        read: [R] int32, the slot to continue from; 0 for prompt chunks and padding, -1 where the
+            state is lost.
         table: [R, C] int32, where the states after the last C rows go.
     """
 
@@ -177,7 +182,7 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
         layout = lay_out_prompts(starts, m.seq_lens_cpu_upper_bound.tolist(), in_prompt)
         table = m.block_table_tensor[:requests, : self.num_spec + 1]
         plan = DevicePlan(
-            prompts=None if layout is None else self._prompt_call(layout, table),
+            prompts=None,
             steps=starts[-1] > (0 if layout is None else layout.tokens),
             starts=self._starts[: requests + 1],
             read=self._read[:requests],
@@ -195,6 +200,8 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
             plan.table,
         )
         self._lost.copy_(record.lost, non_blocking=True)
+        if layout is not None:
+            plan.prompts = self._prompt_call(layout, table, plan.read)
         return plan
 
     def build_for_cudagraph_capture(
@@ -205,20 +212,26 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
     def _to_device(self, values: Any) -> torch.Tensor:
         return async_tensor_h2d(values, device=self.device, dtype=torch.int32)
 
-    def _prompt_call(self, layout: PromptLayout, table: torch.Tensor) -> PromptCall:
+    def _prompt_call(
+        self, layout: PromptLayout, table: torch.Tensor, read: torch.Tensor
+    ) -> PromptCall:
         rows = layout.rows()
-        slots = table[:, 0].index_select(0, self._to_device(layout.requests)).long()
+        requests = self._to_device(layout.requests)
+        resumed = self._to_device([int(position > 0) for position in layout.positions])
+        lost = read.index_select(0, requests) < 0
         return PromptCall(
             PromptSequences(
                 sources=self._to_device(layout.sources),
                 starts=self._to_device(layout.starts),
-                slots=slots,
-                resumed=self._to_device([int(position > 0) for position in layout.positions]),
+                slots=table[:, 0].index_select(0, requests).long(),
+                resumed=resumed,
                 chunks=self._to_device(layout.chunks),
             ),
             layout.tokens,
             rows if isinstance(rows, slice) else self._to_device(rows).long(),
             self._to_device(layout.offsets),
+            kept=((resumed > 0) & ~lost)[:, None, None, None],
+            blank=torch.where(lost, float("nan"), 0.0)[:, None, None, None],
         )
 
     def _states(self) -> StateRecord:
@@ -280,8 +293,7 @@ def run_prompts(
         call.tokens, key_heads,
     )  # fmt: skip
     # A slot of a request that begins may hold anything, NaN included.
-    resumed = (sequences.resumed > 0)[:, None, None, None]
-    initial = torch.where(resumed, state[sequences.slots], 0.0)
+    initial = torch.where(call.kept, state[sequences.slots], call.blank)
     together = isinstance(call.rows, slice)
     _, result, _, final, *_ = chunk_gated_delta_rule_fwd(
         q=q[None],

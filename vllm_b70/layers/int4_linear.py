@@ -16,7 +16,7 @@ from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.compat.seams import require
-from vllm_b70.ops import int4_gemm, int4_linear, int4_words
+from vllm_b70.ops import int4_argmax, int4_gemm, int4_linear, int4_quantise, int4_words  # noqa: F401
 
 require("mp_kernel_config")
 
@@ -141,6 +141,18 @@ class RowInvariantInt4LinearKernel(MPLinearKernel):
         """[M, K] to [M, N]."""
         raise NotImplementedError
 
+    def quantise(self, layer: Any, weight: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Register on ``layer`` the 4-bit form of a 16-bit weight, [N, K], or of some of its rows.
+
+        Raises:
+            ValueError: A value of the weight is not finite.
+        """
+        raise NotImplementedError
+
+    def best(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of each row of ``multiply``, [M] fp32, and its lowest column, [M] int64."""
+        raise NotImplementedError
+
 
 class CpuInt4LinearKernel(RowInvariantInt4LinearKernel):
     """W4A16 on the CPU."""
@@ -155,11 +167,31 @@ class CpuInt4LinearKernel(RowInvariantInt4LinearKernel):
         zero: torch.Tensor | None,
         group_size: int,
     ) -> None:
-        q = weight.values(0, weight.depth)
-        layer.register_buffer("b70_weight", int4_linear.pack_int4(q), persistent=False)
-        layer.register_buffer("b70_scale", scale.float().contiguous(), persistent=False)
+        nibbles = int4_linear.pack_int4(weight.values(0, weight.depth))
+        self.hold(layer, nibbles, scale.float().contiguous(), zero, group_size)
+
+    def hold(
+        self,
+        layer: torch.nn.Module,
+        nibbles: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+    ) -> None:
+        """Register on ``layer`` what ``ops.int4_linear`` reads."""
+        layer.register_buffer("b70_weight", nibbles, persistent=False)
+        layer.register_buffer("b70_scale", scale, persistent=False)
         layer.register_buffer("b70_zero", zero, persistent=False)
         self.group_size = group_size
+
+    def quantise(self, layer: Any, weight: torch.Tensor, rows: torch.Tensor | None) -> None:
+        group = self.config.group_size
+        self.hold(layer, *int4_quantise.quantise_nibbles(weight, rows, group), None, group)
+
+    def best(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.multiply(layer, x, None).float()
+        index = logits.argmax(dim=-1)
+        return logits.gather(-1, index[:, None])[:, 0], index
 
     def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         op = getattr(torch.ops.vllm_b70, self.op)
@@ -193,14 +225,27 @@ class GpuInt4LinearKernel(RowInvariantInt4LinearKernel):
             weight.values, weight.depth, weight.columns, scale, zero, group_size,
             self.config.act_type,
         )  # fmt: skip
+        self.hold(layer, packed)
+
+    def hold(self, layer: torch.nn.Module, packed: int4_words.Int4Words) -> None:
+        """Register on ``layer`` what ``ops.int4_gemm`` reads."""
         done = torch.zeros(
-            int4_gemm.counters(weight.columns), dtype=torch.int32, device=scale.device
+            int4_gemm.counters(packed.columns), dtype=torch.int32, device=packed.words.device
         )
         layer.register_buffer("b70_words", packed.words, persistent=False)
         layer.register_buffer("b70_scale", packed.scale, persistent=False)
         layer.register_buffer("b70_offset", packed.offset, persistent=False)
         layer.register_buffer("b70_done", done, persistent=False)
         self.columns, self.group = packed.columns, packed.group
+
+    def quantise(self, layer: Any, weight: torch.Tensor, rows: torch.Tensor | None) -> None:
+        self.hold(layer, int4_quantise.quantise_words(weight, rows, self.config.group_size))
+
+    def best(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index = torch.ops.vllm_b70.int4_argmax(
+            x, layer.b70_words, layer.b70_scale, self.columns, self.group
+        )
+        return value, index
 
     def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y: torch.Tensor = torch.ops.vllm_b70.int4_gemm(

@@ -114,13 +114,28 @@ class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
             prepare(layer, layer.weight.data)
         return multiply(layer, x, bias)
 
+    def best(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The largest logit of each row, [M] fp32, and its lowest row of the shard, [M] int64; None
+        on a CPU, where there is no such kernel."""
+        if not hasattr(layer, "b70_done"):
+            return None
+        columns = layer.weight.shape[0] - layer.shard_indices.num_org_vocab_padding
+        bias = None if bias is None else bias[:columns]
+        value, index = torch.ops.vllm_b70.gemm_argmax(
+            x, layer.weight[:columns], bias, gemm.parts_of(layer.weight)
+        )
+        return value, index
+
 
 def _out_of_tree(base: type, stock: type, method: type) -> type:
     """A subclass of ``base`` whose plain quantisation method, ``stock``, is ours."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        if type(self.quant_method) is stock:
+        # AutoRound's configuration gives a plain lm_head the method of a plain linear.
+        if type(self.quant_method) in (stock, vllm_linear.UnquantizedLinearMethod):
             self.quant_method = method()
         check_method(self)
 

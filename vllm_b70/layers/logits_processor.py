@@ -1,7 +1,8 @@
 """Greedy tokens straight from the lm_head, where nothing else needs the logits.
 
 Official seam: the out-of-tree class of vLLM's ``LogitsProcessor``. vLLM asks ``get_top_tokens`` for
-draft tokens if ``--speculative-config`` has ``"use_local_argmax_reduction": true``.
+draft tokens if ``--speculative-config`` has ``"use_local_argmax_reduction": true``, which the
+policy sets where drafts are greedy.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_b70.compat.seams import require
-from vllm_b70.layers.linear import RowInvariantEmbeddingMethod
-from vllm_b70.ops import gemm  # noqa: F401  (defines the op)
 
 require("top_tokens")
 
 
 class RowInvariantLogitsProcessor(LogitsProcessor):
-    """A logits processor that takes the argmax inside the GEMM, on CUDA and XPU."""
+    """A logits processor that takes the argmax inside the GEMM, where the head's method can."""
 
     def get_top_tokens(
         self,
@@ -35,19 +34,17 @@ class RowInvariantLogitsProcessor(LogitsProcessor):
             hidden_states: [M, K].
             embedding_bias: [N] or None.
         """
+        best = getattr(lm_head.quant_method, "best", None)
         # A scale or soft cap rounds logits again, after which other columns may tie.
-        exact = isinstance(lm_head.quant_method, RowInvariantEmbeddingMethod)
-        on_gpu = exact and hasattr(lm_head, "b70_done")
-        if not on_gpu or self.scale != 1.0 or self.soft_cap is not None:
+        if best is None or self.scale != 1.0 or self.soft_cap is not None:
+            found = None
+        else:
+            found = best(lm_head, hidden_states, embedding_bias)
+        if found is None:
             tokens: torch.Tensor = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
             return tokens
-        shard = lm_head.shard_indices
-        columns = lm_head.weight.shape[0] - shard.num_org_vocab_padding
-        bias = None if embedding_bias is None else embedding_bias[:columns]
-        value, index = torch.ops.vllm_b70.gemm_argmax(
-            hidden_states, lm_head.weight[:columns], bias, gemm.parts_of(lm_head.weight)
-        )
-        index = index + shard.org_vocab_start_index
+        value, index = found
+        index = index + lm_head.shard_indices.org_vocab_start_index
         if lm_head.tp_size == 1:
             return index
         values = tensor_model_parallel_all_gather(value[:, None], dim=-1)

@@ -53,7 +53,7 @@ def chunk_kernels() -> list[str]:
 
 
 def chunk(kernel: str, device_family: str, heads: int) -> dict[str, int]:
-    """Block sizes, warps and stages of a chunked kernel.
+    """Block sizes, warps and stages of a chunked kernel, and ``grf`` as in ``Launch`` or none.
 
     Args:
         kernel: One of ``chunk_kernels()``.

@@ -104,13 +104,12 @@ def launch(
     left, right, tensor = _operands(x, weight, tile)
     constants = _constants(x, bias, parts, tile, tensor)
     biases = weight if bias is None else bias
-    overlap = tiles.overlap_options(x.device)
+    overlap = tiles.overlap_options(x.device, tile.overlap)
     if tile.kernel == "split":
         size = parts * rows * columns if parts > 1 else 1
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         kernels.split[(column_tiles, parts, row_tiles)](
-            left, right, weight, biases, partial, done, out, rows, columns, depth,
-            AHEAD=tile.ahead, **constants, **overlap,
+            left, right, biases, partial, done, out, rows, columns, depth, **constants, **overlap
         )  # fmt: skip
         return
     wide = tile.kernel == "wide" and tensor
@@ -210,7 +209,7 @@ def launch_argmax(
     columns, depth = weight.shape
     column_tiles = -(-columns // tile.bn)
     # Many rows go in pieces, so that the workspace stays bounded.
-    piece = max(tile.bm, split.WORKSPACE // (8 * column_tiles) // tile.bm * tile.bm)
+    piece = split.rows_at_once(tile.bm, column_tiles)
     for first in range(0, x.shape[0], piece):
         rows = x[first : first + piece]
         count = rows.shape[0]

@@ -143,7 +143,7 @@ def int4_gemm(
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    _check(x, words, scale, offset, bias, columns, group)
+    check(x, words, scale, offset, bias, columns, group)
     rows, depth = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -159,7 +159,7 @@ def int4_gemm(
     return out
 
 
-def _check(
+def check(
     x: torch.Tensor,
     words: torch.Tensor,
     scale: torch.Tensor,
@@ -168,6 +168,11 @@ def _check(
     columns: int,
     group: int,
 ) -> None:
+    """Raise unless the arguments of ``int4_gemm`` fit one another.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
     check_rows(x)
     groups, padded = -(-x.shape[1] // group), -(-columns // 64) * 64
     if words.dtype != torch.int32 or words.shape != (groups, padded, group // 8):

@@ -12,9 +12,12 @@ import torch
 
 #: Columns are padded to a multiple of this, so that tiles of the common sizes need no mask.
 COLUMNS = 64
-GROUPS = (32, 64, 128)
-#: What is unpacked at a time takes at most this part of a packed weight's bytes.
+#: Of 256 values, the two halves have one scale: the kernel's groups are of 128.
+GROUPS = (32, 64, 128, 256)
+#: What is unpacked at a time takes at most this part of a packed weight's bytes, or
+#: ``LEAST_PIECE`` columns.
 PIECES = 50
+LEAST_PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def pack_words(
         columns: N.
         scale: [K / group_size, N]; the packed weight is made on its device.
         zero: [K / group_size, N] integers 0..15, or None for the symmetric 8.
-        group_size: 32, 64, 128, or K for one scale a column.
+        group_size: 32, 64, 128, 256, or K for one scale a column.
         dtype: The activations' dtype, fp16 or bf16.
 
     Raises:
@@ -78,15 +81,19 @@ def pack_words(
         zero = None if zero is None else zero.expand(repeat, columns)
     elif group_size not in GROUPS or depth % group_size:
         raise ValueError(
-            f"group size {group_size} is not covered for K={depth}: use 32, 64, 128 or one scale "
-            "a column"
+            f"group size {group_size} is not covered for K={depth}: use 32, 64, 128, 256 or one "
+            "scale a column"
         )
+    elif group_size > 128:
+        group = 128
+        scale = scale.repeat_interleave(2, 0)
+        zero = None if zero is None else zero.repeat_interleave(2, 0)
     groups, padded = -(-depth // group), -(-columns // COLUMNS) * COLUMNS
     device = scale.device
     word, bit = _bit_offsets(group, device)
     words = torch.zeros(groups, padded, group // 8, dtype=torch.int32, device=device)
     # Columns at a time: what is unpacked, three int32 a value, stays small beside the words.
-    piece = max(COLUMNS, words.nbytes // PIECES // (3 * 4 * group))
+    piece = max(LEAST_PIECE, words.nbytes // PIECES // (3 * 4 * group))
     for first in range(0, depth, group):
         part = values(first, min(first + group, depth))
         where, shift = word[: part.shape[0]], bit[: part.shape[0], None].int()

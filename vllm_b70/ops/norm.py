@@ -98,7 +98,7 @@ def launch(
         GATE=gate,
         num_warps=warps,
         enable_fp_fusion=False,
-        **tiles.overlap_options(x.device),
+        **tiles.overlap_options(x.device, rows * size < MANY),
     )
     return out, total
 
@@ -120,7 +120,7 @@ def choose(
     """
     if rows_a_program is None:
         few = device_type != "xpu" and rows * size < MANY
-        rows_a_program = 1 if rows < FEW else max(1, (WARP if few else PROGRAM) // size)
+        rows_a_program = 1 if rows < FEW else max(1, (WARP // 2 if few else PROGRAM) // size)
     if warps is None:
         if device_type == "xpu":
             a_warp, most = XPU_WARP, 16

@@ -1,4 +1,4 @@
-"""What every GEMM kernel that splits K shares: the bound of its workspace, and its counters."""
+"""What every GEMM kernel with a workspace shares: its bound, and the counters where K is split."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def counters(columns: int, least_bn: int, least_bm: int) -> int:
     """
     # Row tiles are bounded by the workspace: parts * M * N * 4 bytes, parts at least 2.
     return -(-columns // least_bn) * (WORKSPACE // (8 * columns) // least_bm + 1)
+
+
+def rows_at_once(bm: int, column_tiles: int) -> int:
+    """Whole tiles of ``bm`` rows whose best columns, an int64 a column tile, fit the workspace."""
+    return max(bm, WORKSPACE // (8 * column_tiles) // bm * bm)

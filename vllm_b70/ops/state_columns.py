@@ -40,7 +40,8 @@ def place_states(
             padding request is slot 0.
         in_prompt: [R] int32, 1 for a prompt chunk; None when there is none.
         starts: [R + 1] int32, filled with ``query_starts``.
-        read: [R] int32, filled with what ``recurrent_steps`` takes; 0 for prompt chunks.
+        read: [R] int32, filled with what ``recurrent_steps`` takes; 0 for prompt chunks, -1 for
+            those whose state is lost.
         columns: [R, C] int32 contiguous, filled with ``table``.
 
     Raises:

@@ -38,7 +38,9 @@ class Tile:
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
         cut: What the programs of ``hopper`` share to be done at the same time: "" nothing,
             ``tiles``, or ``parts``: tiles whose parts are side by side.
-        ahead: Values of k that a split asks for while the kernel before it ends, where it can.
+        overlap: It may start while the kernel before it ends, where the device can. That saves the
+            time of a launch, and costs room while the kernel before it still runs.
+        unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
     kernel: str
@@ -54,7 +56,8 @@ class Tile:
     step: int = 0
     grf: int = 0
     cut: str = ""
-    ahead: int = 0
+    overlap: bool = False
+    unroll: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,11 @@ def family(device: torch.device) -> str:
 
 
 @functools.cache
-def overlap_options(device: torch.device) -> dict[str, bool]:
+def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """PDL and the launch option that goes with it, for a kernel that may start while the one before
     it ends; see ``kernels.overlap``."""
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    possible = wanted and device.type == "cuda"
+    possible = possible and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if possible else {"PDL": False}
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_b70.reference.linear import best
+
 
 def int4_linear(
     x: torch.Tensor,
@@ -58,3 +60,22 @@ def int4_linear(
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def int4_argmax(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    parts: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of a row of ``int4_linear`` and its lowest column; the first NaN is largest.
+
+    Args: as for ``int4_linear``.
+
+    Returns:
+        Values [M] fp32 and columns [M] int64.
+    """
+    return best(int4_linear(x, q, scale, zero, bias, group_size, parts))

@@ -58,7 +58,12 @@ def linear_argmax(
     Returns:
         Values [M] fp32 and columns [M] int64.
     """
-    logits = linear(x, weight, bias, parts).float()
+    return best(linear(x, weight, bias, parts))
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row, [M] fp32, and its lowest column; the first NaN counts as largest."""
+    logits = logits.float()
     columns = []
     for row in logits:
         best = torch.where(row.isnan().any(), row.isnan(), row == row.max())

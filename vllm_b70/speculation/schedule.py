@@ -50,6 +50,42 @@ def check_schedule(schedule: Sequence[Sequence[int]], max_depth: int) -> None:
         expected = last + 1
 
 
+def check_graphs(schedule: Sequence[Sequence[int]], max_requests: int, largest: int) -> None:
+    """Check that every depth has a captured graph for its smallest batch at least.
+
+    Args:
+        schedule: Entries as ``check_schedule`` takes them.
+        max_requests: ``max_num_seqs``; entries beyond it are not served.
+        largest: Rows of the largest captured graph.
+
+    Raises:
+        ScheduleError: All steps of an entry would run without a graph.
+    """
+    for first, _, depth in schedule:
+        rows = first * (depth + 1)
+        if first <= max_requests and rows > largest:
+            raise ScheduleError(
+                f"{depth} draft tokens for {first} requests make steps of {rows} rows, and the "
+                f"largest captured graph has {largest}, so they would run without one: raise "
+                "--max-cudagraph-capture-size (or cudagraph_capture_sizes) to "
+                f"{rows} or more, or lower the depth."
+            )
+
+
+def depth_by_batch(schedule: Sequence[Sequence[int]], max_requests: int) -> list[int]:
+    """The depth for each number of requests; index 0 means nothing.
+
+    Args:
+        schedule: Entries as ``check_schedule`` takes them.
+        max_requests: ``max_num_seqs``.
+    """
+    depths = [0]
+    for _, last, depth in schedule:
+        depths += [depth] * (last + 1 - len(depths))
+    depths += [depths[-1]] * (max_requests + 1 - len(depths))
+    return depths[: max_requests + 1]
+
+
 def _error(reason: str) -> ScheduleError:
     return ScheduleError(
         f"num_speculative_tokens_per_batch_size cannot be used: {reason}; give one depth for every "

@@ -1,0 +1,117 @@
+"""Runs the census of a loaded model: from its certificate, or by asking every op."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from vllm_b70.census import certificate as certificates
+from vllm_b70.census.certificate import Certificate
+from vllm_b70.census.path import find
+
+# A child of vLLM's logger, so that the user's logging configuration applies.
+logger = logging.getLogger("vllm.vllm_b70")
+
+
+class CensusError(RuntimeError):
+    """An op on the path is not exact on this device."""
+
+
+def limits(config: VllmConfig) -> dict[str, Any]:
+    """What of a server's configuration the ops are asked for."""
+    speculative = config.speculative_config
+    return {
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
+        "drafts": 0 if speculative is None else int(speculative.num_speculative_tokens or 0),
+        "capture_sizes": list(config.compilation_config.cudagraph_capture_sizes or []),
+        "custom_ops": list(config.compilation_config.custom_ops),
+        "mode": getattr(config.compilation_config.mode, "name", "NONE"),
+        "v2_runner": bool(config.use_v2_model_runner),
+    }
+
+
+@torch.inference_mode()
+def take(
+    models: list[torch.nn.Module], config: VllmConfig, device: torch.device, anew: bool = False
+) -> Certificate:
+    """Certify every distinct op and shape on the path of some models.
+
+    Args:
+        models: The model, and the draft model if there is one, loaded.
+        config: The server's.
+        device: Where they are.
+        anew: Ask every op even if there is a certificate.
+
+    Returns:
+        The certificate, which is also kept; its failures are for the caller to judge.
+    """
+    begun = time.perf_counter()
+    with set_current_vllm_config(config):
+        probes = find(models, config, device)
+        key = certificates.make_key(device, probes, limits(config))
+        if not anew:
+            kept, wrong = certificates.load(key)
+            if wrong:
+                logger.warning(
+                    "vllm_b70: the census's certificate %s is damaged (%s): running it again",
+                    certificates.path_of(key), wrong,
+                )  # fmt: skip
+            if kept is not None:
+                _say(kept, f"certified before, {certificates.path_of(key)}", begun)
+                return kept
+        # In compiled mode vLLM would compile each of its own ops by itself for these calls alone,
+        # which is not what a compiled model runs.
+        with torch.compiler.set_stance("force_eager"):
+            verdicts = tuple(probe.judge() for probe in probes)
+    # What the probes allocated must not count when vLLM sizes the KV cache.
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    found = Certificate(key, verdicts, time.perf_counter() - begun)
+    try:
+        where = str(certificates.save(found))
+    except OSError as error:
+        logger.warning("vllm_b70: the census's certificate cannot be kept: %s", error)
+        where = "not kept"
+    _say(found, where, begun)
+    return found
+
+
+def _say(found: Certificate, where: str, begun: float) -> None:
+    logger.info(
+        "vllm_b70: census: %d of %d ops and shapes exact on %s, %.1f s (%s)",
+        len(found.verdicts) - len(found.failures), len(found.verdicts),
+        found.key["device"]["name"], time.perf_counter() - begun, where,
+    )  # fmt: skip
+
+
+def enforce(found: Certificate, mode: str) -> None:
+    """Stop, or warn, if an op is not exact.
+
+    Args:
+        found: From ``take``.
+        mode: ``strict`` or ``warn``.
+
+    Raises:
+        CensusError: Under ``strict``, an op is not exact: one sentence that names all of them.
+    """
+    if not found.failures:
+        return
+    what = " and ".join(f"{v.op} {v.shape} ({v.differs})" for v in found.failures)
+    sentence = (
+        f"the census found results that are not exact on {found.key['device']['name']}: "
+        f"{what} differ from the same rows computed otherwise"
+    )
+    if mode == "strict":
+        raise CensusError(
+            f"VLLM_B70=1 cannot keep its promise because {sentence}; set VLLM_B70_CENSUS=warn to "
+            "serve without it, and report this as a bug of vllm_b70."
+        )
+    logger.warning("vllm_b70: NOT exact (VLLM_B70_CENSUS=warn): %s", sentence)
