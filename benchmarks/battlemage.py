@@ -60,6 +60,7 @@ GRF_MODES = {0: "default", 128: "small", 256: "large"}
 #: names them.
 CUDA_ONLY = {
     "int4_linear_hopper": "Gluon for sm_90: TMA, warp groups' matrix instructions, mbarriers",
+    "hopper_schedule": "which program of that kernel does what",
     "linear_wide": "tensor descriptors on the host, and two dots in one loop",
 }
 

@@ -50,7 +50,11 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
 }  # fmt: skip
 #: Where there is a Hopper: its kernel's tiles, from how many rows on they are tried. The warps and
 #: stages are those of the walk that serves in its place.
-HOPPER = [Tile("hopper", hopper.BN, bm, 8, 3) for bm in hopper.BM]
+HOPPER = [
+    Tile("hopper", hopper.BN, bm, 8, 3, cut=cut)
+    for bm in hopper.BM
+    for cut in ("", "tiles", "parts")
+]
 HOPPER_ROWS = 64
 #: K partitions to try, by columns.
 PARTS = {

@@ -23,7 +23,7 @@ def test_the_machine_code():
     command = [sys.executable, hopper.__file__, "--few"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Case(") == 4
+    assert done.stdout.count("Case(") == 8
 
 
 FIRST = "HGMMA.64x128x16.F32 R24, R88, gdesc[UR8], RZ, !UPT"
@@ -55,6 +55,12 @@ def test_hazards_are_found(text, message):
     assert message in "; ".join(hopper.hazards([FIRST, LAST, text, WAIT]))
 
 
+def test_an_address_has_two_registers():
+    """Loading 16 bytes from the pair below a sum reads nothing of it."""
+    assert hopper.hazards([FIRST, LAST, "LDG.E.128 R20, desc[UR4][R22.64]", WAIT]) == []
+    assert hopper.hazards([FIRST, LAST, "LDG.E.128 R20, desc[UR4][R23.64]", WAIT])
+
+
 def test_loops_are_the_innermost():
     sass = [".L_x_1:", "/*0000*/ NOP ;", ".L_x_2:", f"/*0010*/ {LAST} ;", f"/*0020*/ {WAIT} ;",
             "/*0030*/ @!P0 BRA `(.L_x_2) ;", "/*0040*/ BRA `(.L_x_1) ;"]  # fmt: skip
@@ -77,3 +83,4 @@ GOOD = {
 def test_what_is_wrong_is_said(name, value):
     assert hopper.complaints(GOOD) == []
     assert len(hopper.complaints(GOOD | {name: value})) == 1
+    assert len(hopper.complaints(GOOD | {name: value}, "tiles")) == (name != "spills")

@@ -1,5 +1,6 @@
 """The GPU op's checks and its table, on a machine without a GPU."""
 
+import itertools
 import subprocess
 import sys
 
@@ -181,7 +182,7 @@ def test_the_hopper_tiles_of_the_table():
         chosen = [(bound, t) for bound, t in plan.tiles if t.kernel == "hopper"]
         assert chosen and plan.parts * 2 <= depth // 128
         for bound, tile in chosen:
-            assert (tile.bn, tile.bm in hopper.BM, bound > 64) == (hopper.BN, True, True)
+            assert (tile.bn, tile.bm in hopper.BM, bound >= 64) == (hopper.BN, True, True)
             # What walks in its place: a tile of Triton's as the benchmark tries it.
             assert (tile.warps, tile.stages) == (8, 3)
 
@@ -223,7 +224,25 @@ def test_how_the_hopper_kernel_is_launched(on_hopper, monkeypatch):
         assert set(given) - {"num_warps", "enable_fp_fusion"} == set(names)
         assert given["x_at"].base is x and given["x_at"].block_shape == [128, 128]
         expected = dict(M=rows, N=64, NP=64, groups=4, row_tiles=-(-rows // 128), column_tiles=1,
-                        zero=0, PARTS=2, FP16=True, ASYMMETRIC=False, BIAS=False, EVEN_N=False,
+                        strided=-(-rows // 128), zero=0, PARTS=2, CUT="", FP16=True,
+                        ASYMMETRIC=False, BIAS=False, EVEN_N=False,
                         enable_fp_fusion=False)  # fmt: skip
         assert {name: given[name] for name in expected} == expected
         assert given["out"] is out and given["scale"] is scale and given["words"] is call["words"]
+    # Six tiles of four groups on four programs; too few groups to share parts of two.
+    for cut in ("tiles", "parts"):
+        tile = tiles.replace(HOPPER, cut=cut)
+        int4_gemm.launch(x, call["words"], scale, None, None, scale, out, 128, 2, tile, True)
+        grid, given = calls.pop()
+        assert (grid, given["CUT"], given["strided"]) == ((4,), "tiles", 0)
+        assert given["state"].numel() == 2 * 4 * 128 * 128
+
+
+@pytest.mark.parametrize("columns", [1, 64, 5120, 34816, 10**6])
+def test_counters_and_workspace_do_for_shared_tiles(columns):
+    done = int4_gemm.counters(columns)
+    for rows, bm, cut in itertools.product((1, 64, 200, 16384), hopper.BM, ("tiles", "parts")):
+        count = -(-rows // bm) * -(-columns // hopper.BN)
+        plan = hopper.share(cut, count, 136, 8, 132, bm)
+        assert plan.counters <= done
+        assert plan.sums * hopper.BN * bm * 4 <= split.WORKSPACE

@@ -15,6 +15,11 @@ and needs what Triton's language cannot say:
 * The sum of the finished parts waits in shared memory: registers hold the part at hand only.
 * Programs are persistent, one a multiprocessor; the first words of a program's next tile are loaded
   while its last group is multiplied.
+* Where tiles do not come out even, programs may share some (``hopper_schedule``): one begins a
+  tile, or a part of it, and the next one goes on from its sums, group by group in the same order:
+  a cut changes no bit. With ``tiles`` a part's sum and the total of those before are handed on;
+  with ``parts`` each part's sum is kept in the workspace, and all who had one of a tile then share
+  its rows to add the parts in order.
 
 Hazards, and what excludes them:
 
@@ -28,7 +33,17 @@ Hazards, and what excludes them:
   the phase in which it becomes full. The producer waits for the phase before, in which the former
   content was given back. Neither can be a whole round ahead of the other: each waits for it.
 * *The total*, which also stages the output, is one warp group's own. Between the loads from it and
-  the next stores by other threads lies a barrier: that at the end of each group.
+  the next stores by other threads lies a barrier: that at the end of each group, or of a wait for
+  another program.
+* *Sums in the workspace* are stored by the thread, of the same warp group's half, whose counterpart
+  loads them. A barrier of the warp group and a release by one of its threads come before the count,
+  an acquire by every thread and a barrier after it (``_count``, ``_await``); loads go past the L1.
+  What the workspace held before is not read: each sum is stored, or zero, before it is waited for.
+* *Counters* are zero again at the end, for the next launch or replay: who has waited last sets them
+  back. Launches on one weight must not overlap, as everywhere (``split.counters``).
+* *Waiting for ever*: a program publishes what the next one needs before it waits for the one
+  before, and the grid is no larger than the device, so that all run. With ``parts`` a program also
+  waits for the next: two such launches on two streams could each keep out the other's programs.
 
 ``tests/hopper`` reads the first from the machine code; the others are raced in ``tests/gpu``.
 
@@ -46,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_b70.kernels import int4_linear
+from vllm_b70.kernels import hopper_schedule, int4_linear
 
 #: Columns of a tile; a warp group has half of them.
 BN = gl.constexpr(128)
@@ -70,6 +85,11 @@ _reinterpret = (
 )
 #: The same instructions as Triton's kernels, compiled as Gluon.
 _pairs = gluon.jit(int4_linear._pairs_cuda.fn)
+#: The schedule.
+_cut = gluon.jit(hopper_schedule.cut)
+_piece_at = gluon.jit(hopper_schedule.piece_at)
+_segment = gluon.jit(hopper_schedule.segment)
+_holders = gluon.jit(hopper_schedule.holders)
 
 
 @gluon.constexpr_function
@@ -111,18 +131,18 @@ def _weight(words, offset, MMA: gl.constexpr, FP16: gl.constexpr):
 
 
 @gluon.jit
-def _load(words, scale, offset, z, group, end, column, next_column, rows_w, rows_s, NP,
+def _load(words, scale, offset, z, group, end, column, there, next_column, rows_w, rows_s, NP,
           ASYMMETRIC: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
     """A group's words [64, 16], scales [64] and offsets [64, 1], from a column on; from group
-    ``end`` on, those of the next tile's first groups.
+    ``end`` on, those of the next segment's first groups, which are ``there`` further on.
 
     The scalar part of an address is added to the pointer, so that each thread keeps one small
     offset. Columns past NP repeat the last one; their sums are not stored.
     """
     past = group >= end
-    column = gl.where(past, next_column, column)
-    at = gl.where(past, group - end, group) * NP + column
+    at = group * NP + gl.where(past, there, column)
     if not EVEN_N:
+        column = gl.where(past, next_column, column)
         rows_w = gl.minimum(rows_w, NP - 1 - column)
         rows_s = gl.minimum(rows_s, NP - 1 - column)
     word = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, _word_layout())), 0)
@@ -142,9 +162,9 @@ def _place(tile, row_tiles, column_tiles, BM: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(words, group, groups, column, NP):
+def _prefetch(words, group, last, column, NP):
     """Have the words of a tile's group brought to the L2; one thread asks for it."""
-    if group < groups:
+    if group < last:
         at = (words + (group * NP + column) * 16).to(gl.int64)
         gl.inline_asm_elementwise(
             """{
@@ -162,119 +182,458 @@ def _prefetch(words, group, groups, column, NP):
 
 
 @gluon.jit
-def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles,
-             BM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Fill the ring with the groups of x of this program's tiles, as its slots become free."""
-    step = 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _place(tile, row_tiles, column_tiles, BM)
-        for i in gl.static_range(AHEAD):
-            _prefetch(words, i, groups, column, NP)
-        for group in range(0, groups):
-            _prefetch(words, group + AHEAD, groups, column, NP)
-            slot = step % STAGES
-            # On a new barrier the wait for the phase before the first returns at once.
-            mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(slot), BM * 128 * 2)
-            # Rows past the last are zeros.
-            _copy(x_at, [row, group * 128], full.index(slot), ring.index(slot))
-            step += 1
+def _await(counter, least):
+    """Wait until a counter has a value; what was published before is then visible to the thread."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred less;
+        .reg .b32 value;
+        again:
+        ld.acquire.gpu.global.b32 value, [$1];
+        setp.lt.s32 less, value, $2;
+        @less bra again;
+        mov.b32 $0, value;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), least],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # The other threads have waited too: the counter may be changed.
+    _barrier()
 
 
 @gluon.jit
-def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP, groups,
-             row_tiles, column_tiles, zero, HALF: gl.constexpr, PARTS: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, FP16: gl.constexpr, ASYMMETRIC: gl.constexpr,
-             BIAS: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
-    """Multiply half of the columns of each of this program's tiles, as one warp group."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    WORDS: gl.constexpr = _word_layout()
-    DTYPE: gl.constexpr = x_at.dtype
+def _count(counter, last):
+    """Add one to a counter, after all that this warp group has stored, or back to zero from
+    ``last``. One thread does, the first of the four warps."""
+    _barrier()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, end;
+        .reg .b32 value;
+        mov.u32 value, %tid.x;
+        and.b32 value, value, 127;
+        setp.eq.u32 one, value, 0;
+        mov.b32 value, -1;
+        @one atom.add.acq_rel.gpu.global.s32 value, [$1], 1;
+        setp.eq.s32 end, value, $2;
+        @end st.relaxed.gpu.global.b32 [$1], 0;
+        mov.b32 $0, value;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), last],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _vectors(bm, store):
+    """PTX, and its operands, that stores or loads a thread's registers of [64, bm] fp32 sums, in 16
+    byte pieces 2 KiB apart: of 8 rows each, in the matrix unit's order. At address 0 nothing is
+    stored, and zeros are loaded."""
+    registers = bm // 2
+    pointer = registers * (2 if store else 1)
+    body = [
+        "{",
+        ".reg .pred any;",
+        ".reg .b32 thread;",
+        ".reg .b64 at;",
+        f"setp.ne.b64 any, ${pointer}, 0;",
+        "mov.u32 thread, %tid.x;",
+        "and.b32 thread, thread, 127;",
+        f"mad.wide.u32 at, thread, 16, ${pointer};",
+    ]
+    for i in range(0, registers, 4):
+        four = ", ".join(f"${i + j}" for j in range(4))
+        if store:
+            body.append(f"@any st.global.v4.f32 [at + {i * 512}], {{{four}}};")
+        else:
+            body.extend(f"mov.b32 ${i + j}, 0;" for j in range(4))
+            body.append(f"@any ld.global.cg.v4.f32 {{{four}}}, [at + {i * 512}];")
+    outputs = ["=f"] * registers
+    # A value that is stored is also the result, in the same register.
+    values = [str(i) for i in range(registers)] if store else []
+    return "\n".join([*body, "}"]), ",".join([*outputs, *values, *["l"] * registers])
+
+
+@gluon.jit
+def _keep(condition, at, y):
+    """Store sums [64, BM] where ``_fetch`` finds them, on a condition: each thread's own, at one
+    address plus constants. With an address a value the compiler would keep all of those in
+    registers, and spill; with a branch it would move the sums about."""
+    CODE: gl.constexpr = _vectors(y.shape[1], True)
+    at = gl.where(condition, at.to(gl.int64), 0)
+    places = gl.full(y.shape, 0, gl.int64, y.type.layout) + at
+    gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [y, places], dtype=gl.float32, is_pure=False, pack=y.shape[1] // 2
+    )
+
+
+@gluon.jit
+def _fetch(condition, at, none):
+    """Load sums that ``_keep`` stored, or of 8 rows each 2 KiB of them, past the L1; else zeros."""
+    CODE: gl.constexpr = _vectors(none.shape[1], False)
+    at = gl.where(condition, at.to(gl.int64), 0)
+    places = gl.full(none.shape, 0, gl.int64, none.type.layout) + at
+    return gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [places], dtype=gl.float32, is_pure=False, pack=none.shape[1] // 2
+    )
+
+
+@gluon.jit
+def _uniform(value):
+    """An integer that all threads have, for a compiler that does not see that they do: what follows
+    from it is then computed once a warp. Divisions are what hides it."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [value],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _range(strided, tiles, groups, PIECES: gl.constexpr):
+    """This program's first and last + 1 i for ``segment``, its last piece, and its range."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    start = _cut(program, programs, tiles - strided, groups, PIECES)
+    stop = _cut(program + 1, programs, tiles - strided, groups, PIECES)
+    whole = (strided - program + programs - 1) // programs
+    last_piece = _piece_at(stop - 1, groups, PIECES)
+    segments = last_piece - _piece_at(start, groups, PIECES) + 1 if stop > start else 0
+    start, stop = _uniform(start), _uniform(stop)
+    return _uniform(-whole), _uniform(segments), _uniform(last_piece), start, stop
+
+
+@gluon.jit
+def _program():
+    """``program_id``, read where it is asked for: what follows from it is then not kept in
+    registers through the loop over groups."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sums(state, n, HALF: gl.constexpr, BM: gl.constexpr):
+    """Where a warp group's half of the n-th tile of sums is kept."""
+    return state + (n * 2 + HALF) * (64 * BM)
+
+
+@gluon.jit
+def _work(i, strided, last_piece, start, stop, groups, row_tiles, column_tiles,
+          PIECES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+    """This program's i-th segment as ``segment`` gives it, and its tile's first column."""
+    tile, first, last = _segment(
+        i, gl.program_id(0), gl.num_programs(0), strided, last_piece, start, stop, groups, PIECES
+    )
+    _, column = _place(tile, row_tiles, column_tiles, BM)
+    return _uniform(tile), _uniform(first), _uniform(last), _uniform(column)
+
+
+@gluon.jit
+def _feed(step, first, last, row, column, x_at, ring, full, empty, words, NP, BM: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """Fill the ring with groups of x, as its slots become free."""
+    for ahead in gl.static_range(AHEAD):
+        _prefetch(words, first + ahead, last, column, NP)
+    for group in range(first, last):
+        _prefetch(words, group + AHEAD, last, column, NP)
+        slot = step % STAGES
+        # On a new barrier the wait for the phase before the first returns at once.
+        mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(slot), BM * 128 * 2)
+        # Rows past the last are zeros.
+        _copy(x_at, [row, group * 128], full.index(slot), ring.index(slot))
+        step += 1
+    return step
+
+
+@gluon.jit
+def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, strided,
+             PARTS: gl.constexpr, CUT: gl.constexpr, BM: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """Fill the ring for this program's tiles, or for its segments."""
+    step = 0
+    tiles = row_tiles * column_tiles
+    if CUT == "":
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            row, column = _place(tile, row_tiles, column_tiles, BM)
+            step = _feed(
+                step, 0, groups, row, column, x_at, ring, full, empty, words, NP, BM, STAGES
+            )
+    else:
+        PIECES: gl.constexpr = PARTS if CUT == "parts" else 1
+        begin, end, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
+        for i in range(begin, end):
+            tile, first, last, column = _work(
+                i, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+            )
+            row, _ = _place(tile, row_tiles, column_tiles, BM)
+            step = _feed(
+                step, first, last, row, column, x_at, ring, full, empty, words, NP, BM, STAGES
+            )
+
+
+@gluon.jit
+def _add_parts(state, done, bias, out, M, N, groups, row_tiles, column_tiles, start, stop,
+               HALF: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr,
+               BIAS: gl.constexpr):  # fmt: skip
+    """Add the parts of the tiles that this program has a segment of, in index order. Those who have
+    one share the rows of the tile, 16 at a time."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    tiles = row_tiles * column_tiles
+    none = gl.zeros((64, 16), gl.float32, MMA)
+    rows_n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    rows_m = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
+    for tile in range(start // groups, (stop - 1) // groups + 1):
+        counter = done + (tile * 2 + HALF)
+        _await(counter, PARTS)
+        row, column = _place(tile, row_tiles, column_tiles, BM)
+        n = column + HALF * 64 + rows_n
+        begin, end = _holders(tile, programs, tiles, groups)
+        for sixteen in range(program - begin, BM // 16, end - begin + 1):
+            at = _sums(state, tile * PARTS, HALF, BM) + sixteen * (16 * 64)
+            y = _fetch(True, at, none)
+            for part in gl.static_range(1, PARTS):
+                y += _fetch(True, at + part * (2 * 64 * BM), none)
+            if BIAS:
+                b = gl.load(bias + n, mask=n < N, other=0.0)
+                y += gl.expand_dims(b.to(gl.float32), 1)
+            m = row + sixteen * 16 + rows_m
+            to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+            gl.store(
+                out + to, y.to(out.dtype.element_ty),
+                mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+            )  # fmt: skip
+        _count(counter, PARTS + end - begin)
+
+
+@gluon.jit
+def _begin(words, scale, offset, first, last, column, rows_w, rows_s, NP, MMA: gl.constexpr,
+           FP16: gl.constexpr, ASYMMETRIC: gl.constexpr, EVEN_N: gl.constexpr):  # fmt: skip
+    """What ``_group`` needs of a program's first two groups: the first one's words become the
+    weight; those of the second are on their way."""
+    middle: gl.constexpr = 0x64086408 if FP16 else 0x43084308
+    z = gl.full((64, 1), middle, gl.int32, _word_layout())
+    w, s, z = _load(
+        words, scale, offset, z, first, last, column, column, column, rows_w, rows_s, NP,
+        ASYMMETRIC, EVEN_N,
+    )  # fmt: skip
+    a = _weight(w, z, MMA, FP16)
+    w, s_next, z = _load(
+        words, scale, offset, z, first + 1, last, column, column, column, rows_w, rows_s, NP,
+        ASYMMETRIC, EVEN_N,
+    )  # fmt: skip
+    return a, w, s, s_next, z
+
+
+@gluon.jit
+def _group(acc, a, w, s, s_next, z, step, none, ring, full, empty, words, scale, offset, group, end,
+           column, there, next_column, rows_w, rows_s, NP, MMA: gl.constexpr,
+           STAGES: gl.constexpr, FP16: gl.constexpr, ASYMMETRIC: gl.constexpr,
+           EVEN_N: gl.constexpr):  # fmt: skip
+    """Add a group to a part's sum; the next one's words become the weight, and those of the one
+    after are loaded."""
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    p = warpgroup_mma(a, ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+    # In other registers than a, which the matrix unit still reads.
+    a_next = _weight(w, z, MMA, FP16)
+    w, s_after, z = _load(
+        words, scale, offset, z, group + 2, end, column, there, next_column, rows_w, rows_s, NP,
+        ASYMMETRIC, EVEN_N,
+    )  # fmt: skip
+    p, a, a_next = warpgroup_mma_wait(0, deps=[p, a, a_next])
+    # All four warps have waited for all their reads of the slot.
+    _barrier()
+    mbarrier.arrive(empty.index(slot))
+    # Two roundings: launches switch fusion off, so that no kernel makes one of them.
+    acc += p * gl.expand_dims(s.to(gl.float32), 1)
+    return acc, a_next, w, s_next, s_after, z
+
+
+@gluon.jit
+def _finish(total, bias, out, row, column, rows_s, M, N, MMA: gl.constexpr, BM: gl.constexpr,
+            BIAS: gl.constexpr):  # fmt: skip
+    """Bias, rounding, and the output of half of the columns of a tile."""
+    DTYPE: gl.constexpr = out.dtype.element_ty
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
-    rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
+    y = total.load(MMA)
+    if BIAS:
+        b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
+        y += gl.expand_dims(b.to(gl.float32), 1)
+    # Through shared memory, where the total has been, to store 16 bytes along n.
+    stage = _reinterpret(total, DTYPE, [2, 64, BM], STAGED).index(0)
+    _barrier()
+    stage.store(y.to(DTYPE))
+    _barrier()
+    n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+    m = row + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
+    to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+    gl.store(
+        out + to, stage.load(STORE),
+        mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state, done, out, M, N,
+             NP, groups, row_tiles, column_tiles, strided, zero, HALF: gl.constexpr,
+             PARTS: gl.constexpr, CUT: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+             FP16: gl.constexpr, ASYMMETRIC: gl.constexpr, BIAS: gl.constexpr,
+             EVEN_N: gl.constexpr):  # fmt: skip
+    """Multiply half of the columns of each of this program's tiles, as one warp group."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, _word_layout()))
     rows_s = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    middle: gl.constexpr = 0x64086408 if FP16 else 0x43084308
-    z = gl.full((64, 1), middle, gl.int32, WORDS)
     none = gl.zeros((64, BM), gl.float32, MMA)
     total = totals.index(HALF)
     step = 0
     tiles = row_tiles * column_tiles
-    _, column = _place(gl.program_id(0), row_tiles, column_tiles, BM)
-    column += HALF * 64
-    # The first group's words become the weight; those of the second are on their way.
-    w, s, z = _load(
-        words, scale, offset, z, 0, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
-    )
-    a = _weight(w, z, MMA, FP16)
-    w, s_next, z = _load(
-        words, scale, offset, z, 1, groups, column, column, rows_w, rows_s, NP, ASYMMETRIC, EVEN_N
-    )
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = _place(tile, row_tiles, column_tiles, BM)
+    if CUT == "":
+        _, column = _place(gl.program_id(0), row_tiles, column_tiles, BM)
         column += HALF * 64
-        after = tile + gl.num_programs(0)
-        # After the last tile its own words are loaded once more, and not used.
-        _, next_column = _place(gl.where(after < tiles, after, tile), row_tiles, column_tiles, BM)
-        next_column += HALF * 64
-        acc = none
-        # zero is 0: it keeps the compiler from a copy of the loop over groups for each part.
-        for part in range(PARTS + zero):
-            for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
-                slot = step % STAGES
-                mbarrier.wait(full.index(slot), step // STAGES & 1)
-                p = warpgroup_mma(
-                    a, ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True
-                )
-                # In other registers than a, which the matrix unit still reads.
-                a_next = _weight(w, z, MMA, FP16)
-                s_this = s
-                s = s_next
-                w, s_next, z = _load(
-                    words, scale, offset, z, group + 2, groups, column, next_column, rows_w,
-                    rows_s, NP, ASYMMETRIC, EVEN_N,
-                )  # fmt: skip
-                p, a, a_next = warpgroup_mma_wait(0, deps=[p, a, a_next])
-                a = a_next
-                # All four warps have waited for all their reads of the slot.
-                _barrier()
-                mbarrier.arrive(empty.index(slot))
-                # Two roundings: launches switch fusion off, so that no kernel makes one of them.
-                acc += p * gl.expand_dims(s_this.to(gl.float32), 1)
-                step += 1
-            # A part's sum always goes through the total, in whole 16-byte pieces: that keeps ptxas
-            # from moving the sums between registers, and spilling, in the loop over groups.
-            y = acc
-            if part > 0:
-                y = total.load(MMA) + y
-            total.store(y)
-            acc = none
-        y = total.load(MMA)
-        if BIAS:
-            b = gl.load(bias + column + rows_s, mask=column + rows_s < N, other=0.0)
-            y += gl.expand_dims(b.to(gl.float32), 1)
-        # Through shared memory, where the total has been, to store 16 bytes along n.
-        stage = _reinterpret(total, DTYPE, [2, 64, BM], STAGED).index(0)
-        _barrier()
-        stage.store(y.to(DTYPE))
-        _barrier()
-        n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-        m = row + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
-        to = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-        gl.store(
-            out + to, stage.load(STORE),
-            mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1),
+        a, w, s, s_next, z = _begin(
+            words, scale, offset, 0, groups, column, rows_w, rows_s, NP, MMA, FP16, ASYMMETRIC,
+            EVEN_N,
         )  # fmt: skip
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            row, column = _place(tile, row_tiles, column_tiles, BM)
+            column += HALF * 64
+            after = tile + gl.num_programs(0)
+            # After the last tile its own words are loaded once more, and not used.
+            _, next_column = _place(
+                gl.where(after < tiles, after, tile), row_tiles, column_tiles, BM
+            )
+            next_column += HALF * 64
+            there = next_column - groups * NP
+            acc = none
+            # zero is 0: it keeps the compiler from a copy of the loop over groups for each part.
+            for part in range(PARTS + zero):
+                for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
+                    acc, a, w, s, s_next, z = _group(
+                        acc, a, w, s, s_next, z, step, none, ring, full, empty, words, scale,
+                        offset, group, groups, column, there, next_column, rows_w, rows_s, NP, MMA,
+                        STAGES, FP16, ASYMMETRIC, EVEN_N,
+                    )  # fmt: skip
+                    step += 1
+                # A part's sum always goes through the total, in whole 16-byte pieces: that keeps
+                # ptxas from moving the sums between registers, and spilling, in the loop over
+                # groups.
+                y = acc
+                if part > 0:
+                    y = total.load(MMA) + y
+                total.store(y)
+                acc = none
+            _finish(total, bias, out, row, column, rows_s, M, N, MMA, BM, BIAS)
+    else:
+        SIDE: gl.constexpr = CUT == "parts"
+        PIECES: gl.constexpr = PARTS if SIDE else 1
+        begin, end, last_piece, start, stop = _range(strided, tiles, groups, PIECES)
+        tile, first, last, column = _work(
+            begin, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+        )
+        column += HALF * 64
+        a, w, s, s_next, z = _begin(
+            words, scale, offset, first, last, column, rows_w, rows_s, NP, MMA, FP16, ASYMMETRIC,
+            EVEN_N,
+        )  # fmt: skip
+        for i in range(begin, end):
+            tile, first, last, column = _work(
+                i, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
+            )
+            column += HALF * 64
+            # After the last segment its own words are loaded once more, and not used.
+            _, next_first, _, next_column = _work(
+                min(i + 1, end - 1), strided, last_piece, start, stop, groups, row_tiles,
+                column_tiles, PIECES, BM,
+            )  # fmt: skip
+            next_column += HALF * 64
+            there = (next_first - last) * NP + next_column
+            first_part = _uniform(_piece_at(first, groups, PARTS))
+            if SIDE:
+                # One part at a time, whose sum goes to the workspace.
+                part = first_part
+                resumed = first > part * groups // PARTS
+                before = _program() - 1
+                if resumed:
+                    _await(done + ((tiles + before) * 2 + HALF), 1)
+                acc = _fetch(resumed, _sums(state, tiles * PARTS + before, HALF, BM), none)
+                for group in range(first, last):
+                    acc, a, w, s, s_next, z = _group(
+                        acc, a, w, s, s_next, z, step, none, ring, full, empty, words, scale,
+                        offset, group, last, column, there, next_column, rows_w, rows_s, NP, MMA,
+                        STAGES, FP16, ASYMMETRIC, EVEN_N,
+                    )  # fmt: skip
+                    step += 1
+                program = _program()
+                over = last < (part + 1) * groups // PARTS
+                slot = gl.where(over, tiles * PARTS + program, tile * PARTS + part)
+                _keep(True, _sums(state, slot, HALF, BM), acc)
+                _count(done + (gl.where(over, tiles + program, tile) * 2 + HALF), -2)
+                if first > part * groups // PARTS:
+                    _count(done + ((tiles + program - 1) * 2 + HALF), 1)
+            else:
+                if first > 0:
+                    before = _program() - 1
+                    _await(done + (before * 2 + HALF), 1)
+                    if first_part > 0:
+                        total.store(_fetch(True, _sums(state, before * 2 + 1, HALF, BM), none))
+                low = first
+                for part in range(first_part, _uniform(_piece_at(last - 1, groups, PARTS)) + 1):
+                    resumed = low > part * groups // PARTS
+                    acc = _fetch(resumed, _sums(state, (_program() - 1) * 2, HALF, BM), none)
+                    high = min(last, (part + 1) * groups // PARTS)
+                    for group in range(low, high):
+                        acc, a, w, s, s_next, z = _group(
+                            acc, a, w, s, s_next, z, step, none, ring, full, empty, words, scale,
+                            offset, group, last, column, there, next_column, rows_w, rows_s, NP,
+                            MMA, STAGES, FP16, ASYMMETRIC, EVEN_N,
+                        )  # fmt: skip
+                        step += 1
+                    low = high
+                    # Handed over inside a part: the total of the parts before it, and its own sum.
+                    y = acc
+                    over = high < (part + 1) * groups // PARTS
+                    _keep(over, _sums(state, _program() * 2, HALF, BM), y)
+                    if part > 0:
+                        t = total.load(MMA)
+                        y = gl.where(over, t, t + y)
+                    total.store(y)
+                if first > 0:
+                    _count(done + ((_program() - 1) * 2 + HALF), 1)
+                if last < groups:
+                    _keep(True, _sums(state, _program() * 2 + 1, HALF, BM), total.load(MMA))
+                    _count(done + (_program() * 2 + HALF), -2)
+                else:
+                    row, _ = _place(tile, row_tiles, column_tiles, BM)
+                    _finish(total, bias, out, row, column, rows_s, M, N, MMA, BM, BIAS)
+        if SIDE:
+            _add_parts(
+                state, done, bias, out, M, N, groups, row_tiles, column_tiles, start, stop, HALF,
+                PARTS, BM, BIAS,
+            )  # fmt: skip
 
 
 # The row count must neither be a constant of a kernel nor choose between two compilations of it.
-@gluon.jit(do_not_specialize=["M", "groups", "row_tiles", "column_tiles", "zero"])
+@gluon.jit(do_not_specialize=["M", "groups", "row_tiles", "column_tiles", "strided", "zero"])
 def walk(
     x_at,
     words,
     scale,
     offset,
     bias,
+    state,
+    done,
     out,
     M,
     N,
@@ -282,8 +641,10 @@ def walk(
     groups,
     row_tiles,
     column_tiles,
+    strided,
     zero,
     PARTS: gl.constexpr,
+    CUT: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     FP16: gl.constexpr,
@@ -291,8 +652,9 @@ def walk(
     BIAS: gl.constexpr,
     EVEN_N: gl.constexpr,
 ):
-    """Each tile by one program, which walks the parts. Grid: one program a multiprocessor, or as
-    many as there are tiles. Four warps are asked for; the others come with ``warp_specialize``.
+    """Each tile by one program, which walks the parts, but for what ``CUT`` says. Grid: one program
+    a multiprocessor, or as many as there is work for, from ``ops.hopper.share``. Four warps are
+    asked for; the others come with ``warp_specialize``.
 
     Args:
         x_at: Descriptor of x, [M, K] fp16 or bf16, in blocks [BM, 128]; K is groups * 128.
@@ -301,11 +663,17 @@ def walk(
         offset: [groups, NP] int32, the zero points as ``int4_linear._pairs_cuda`` takes them;
             unread if not ASYMMETRIC.
         bias: [N], unread if not BIAS.
+        state: fp32 sums that programs hand on; ``ops.hopper.share`` says how many.
+        done: int32 zeros, left as zeros; likewise.
         out: [M, N], the dtype of x.
-        groups: At least 2 * PARTS: words are loaded two groups ahead.
+        groups: At least 2 * PARTS, as words are loaded two groups ahead; 3 * PARTS where parts are
+            shared, and 3 where tiles are.
         row_tiles: M / BM, rounded up.
         column_tiles: N / BN, rounded up.
+        strided: Tiles that are not shared; unread if not CUT.
         zero: 0.
+        CUT: "" if no tile is shared, ``tiles`` or ``parts``. Each has its own code around the loop
+            over groups: what the compiler makes of that loop hangs on little.
         BM: Rows of a tile, 64 or 128.
         STAGES: Groups of x in the ring.
         EVEN_N: NP is a multiple of BN.
@@ -322,14 +690,14 @@ def walk(
     _barrier()
     gl.warp_specialize(
         [
-            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
-                        groups, row_tiles, column_tiles, zero, 0, PARTS, BM, STAGES, FP16,
-                        ASYMMETRIC, BIAS, EVEN_N)),
-            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, out, M, N, NP,
-                        groups, row_tiles, column_tiles, zero, 1, PARTS, BM, STAGES, FP16,
-                        ASYMMETRIC, BIAS, EVEN_N)),
-            (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, BM,
-                        STAGES)),
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done,
+                        out, M, N, NP, groups, row_tiles, column_tiles, strided, zero, 0, PARTS,
+                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+            (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done,
+                        out, M, N, NP, groups, row_tiles, column_tiles, strided, zero, 1, PARTS,
+                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+            (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles,
+                        strided, PARTS, CUT, BM, STAGES)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],

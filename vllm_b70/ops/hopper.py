@@ -6,10 +6,11 @@ Elsewhere a tile of kernel ``hopper`` is served by Triton's ``walk`` of its size
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
-from vllm_b70.ops import tiles
+from vllm_b70.ops import split, tiles
 
 #: Its tiles: columns, and rows to choose from.
 BN, BM = 128, (64, 128)
@@ -62,19 +63,67 @@ def stages(bm: int) -> int:
     return min(6, (SHARED - BN * bm * 4) // (bm * GROUP * 2))
 
 
+@dataclass(frozen=True)
+class Share:
+    """Who computes what in a launch; ``kernels.hopper_schedule`` says what follows from it.
+
+    Attributes:
+        programs: One a multiprocessor at most, so that all run at once: they wait for each other.
+        strided: Tiles that have a program each; the others are shared.
+        cut: What is shared, as ``Tile.cut`` has it.
+        sums: Tiles of fp32 sums that the workspace holds.
+        counters: int32 of ``done`` that are used.
+    """
+
+    programs: int
+    strided: int
+    cut: str
+    sums: int
+    counters: int
+
+
+def share(cut: str, count: int, groups: int, parts: int, processors: int, bm: int) -> Share:
+    """The share-out of a launch. It changes no bit.
+
+    Args:
+        cut: ``Tile.cut``. What does not fit is done with tiles that are cut less.
+        count: Tiles of the output.
+        groups: Groups along K.
+        parts: The K partition.
+        processors: Of the device.
+        bm: Rows of a tile.
+    """
+    programs = min(processors, count * parts)
+    sums = programs + count * parts
+    if (
+        cut == "parts"
+        and parts > 1
+        and groups >= 3 * parts
+        and sums * BN * bm * 4 <= split.WORKSPACE
+    ):
+        return Share(programs, 0, cut, sums, 2 * (programs + count))
+    programs = min(processors, count)
+    if cut and groups >= 3 and count % programs and programs * 2 * BN * bm * 4 <= split.WORKSPACE:
+        # Whole tiles first, as neighbours side by side; one to two a program are shared.
+        strided = (count // programs - 1) * programs
+        return Share(programs, strided, "tiles", 2 * programs, 2 * programs)
+    return Share(programs, count, "", 0, 0)
+
+
 def launch(
     x: torch.Tensor,
     words: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
     bias: torch.Tensor | None,
+    done: torch.Tensor,
     out: torch.Tensor,
     parts: int,
     tile: tiles.Tile,
 ) -> None:
     """Run the kernel; the arguments as in ``int4_gemm.launch``, and such that ``fits``.
 
-    Nothing is allocated on the device, no counter is used, and the host waits for nothing.
+    The host waits for nothing. Allocates the workspace of ``share``, at most ``split.WORKSPACE``.
 
     Raises:
         ValueError: There is no such tile, or the call does not fit.
@@ -91,12 +140,17 @@ def launch(
     rows, columns = out.shape
     groups, padded, _ = words.shape
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // BN)
+    plan = share(
+        tile.cut, row_tiles * column_tiles, groups, parts, tiles.processors(x.device), tile.bm
+    )
+    state = torch.empty(max(1, plan.sums * BN * tile.bm), dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    kernels.walk[(min(row_tiles * column_tiles, tiles.processors(x.device)),)](
+    kernels.walk[(plan.programs,)](
         TensorDescriptor.from_tensor(x, [tile.bm, GROUP], layout),
-        words, scale, words if offset is None else offset, scale if bias is None else bias, out,
-        rows, columns, padded, groups, row_tiles, column_tiles, 0,
+        words, scale, words if offset is None else offset, scale if bias is None else bias,
+        state, done, out, rows, columns, padded, groups, row_tiles, column_tiles, plan.strided, 0,
         PARTS=parts,
+        CUT=plan.cut,
         BM=tile.bm,
         STAGES=stages(tile.bm),
         FP16=x.dtype == torch.float16,

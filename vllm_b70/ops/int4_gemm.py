@@ -51,7 +51,7 @@ def launch(
     if tile.kernel == "hopper":
         if group != hopper.GROUP:
             raise ValueError(f"the Hopper kernel has no groups of {group}")
-        return hopper.launch(x, words, scale, offset, bias, out, parts, tile)
+        return hopper.launch(x, words, scale, offset, bias, done, out, parts, tile)
     from vllm_b70.kernels import int4_linear as kernels
 
     rows, depth = x.shape

@@ -36,6 +36,8 @@ class Tile:
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
+        cut: What the programs of ``hopper`` share to be done at the same time: "" nothing,
+            ``tiles``, or ``parts``: tiles whose parts are side by side.
         overlap: It may start while the kernel before it ends, where the device can. That saves the
             time of a launch, and costs room while the kernel before it still runs.
         unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
@@ -53,6 +55,7 @@ class Tile:
     left: bool = False
     step: int = 0
     grf: int = 0
+    cut: str = ""
     overlap: bool = False
     unroll: int = 1
 
