@@ -39,7 +39,7 @@ def test_int4_ratios(peer):
 
 
 def test_linear_ratios_and_argmax():
-    rows = [r for r in results("gemm-h200.json")["rows"] if r["run"] in (2, 3)]
+    rows = [r for r in results("gemm-h200.json")["rows"] if r["run"] in (2, 3, 4)]
     bf16 = [r for r in rows if r["op"] == "linear" and r["dtype"] == "bfloat16"]
     want = [span(r["ratio"] for r in bf16 if a <= r["rows"] <= b) for a, b in LINEAR_ROWS]
     assert line("| 248320x4096, 12288x4096, 4096x4096") == want
@@ -53,7 +53,9 @@ def test_linear_ratios_and_argmax():
 
 def test_zero_flip_cells():
     rows = {
-        (r["route"], r["depth"]): r for r in results("exact-h200.json")["rows"] if r["users"] == 64
+        (r["route"], r["depth"]): r
+        for r in results("exact-h200.json")["rows"]
+        if r["users"] == 64 and r["model"] == "9b"
     }
     for start, key in (
         ("| this plugin, no speculation", ("exact", 0)),
@@ -97,3 +99,12 @@ def test_gated_delta_net_ratios():
     )
     assert shown in README.replace("\n", " ")
     assert {r["peer"] for r in rows if r["phase"] == "prefill"} == {"vllm_fla"}
+
+
+def test_norms_of_the_floor():
+    rows = [
+        r["of_floor"]
+        for r in results("path-h200.json")["rows"]
+        if r["op"] in ("rms_norm", "add_rms_norm") and r["columns"] == 4096
+    ]
+    assert f"Norms of 4,096 columns run at {span(rows)} of the speed" in README
