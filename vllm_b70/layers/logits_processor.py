@@ -1,4 +1,4 @@
-"""Greedy tokens straight from the lm_head, where nothing else needs the logits.
+"""Logits that every sampler of vLLM reads alike, and greedy tokens where nothing needs logits.
 
 Official seam: the out-of-tree class of vLLM's ``LogitsProcessor``. vLLM asks ``get_top_tokens`` for
 draft tokens if ``--speculative-config`` has ``"use_local_argmax_reduction": true``, which the
@@ -18,8 +18,25 @@ from vllm_b70.compat.seams import require
 require("top_tokens")
 
 
+def without_nan(logits: torch.Tensor) -> torch.Tensor:
+    """Logits whose NaN are minus infinity; in place.
+
+    vLLM's samplers resolve a row with a NaN each in its own way: V1's takes the first NaN, V2's
+    plain one a token of the block that holds it, V2's rejection sampler one of another block. A
+    request would get other tokens under speculation than without it.
+    """
+    infinity = float("inf")
+    return torch.nan_to_num(logits, nan=-infinity, posinf=infinity, neginf=-infinity, out=logits)
+
+
 class RowInvariantLogitsProcessor(LogitsProcessor):
-    """A logits processor that takes the argmax inside the GEMM, where the head's method can."""
+    """A logits processor that gives no NaN, and takes the argmax inside the GEMM where the head's
+    method can."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """vLLM's logits, [M, N] or None, without NaN; arguments as there."""
+        logits = super().forward(*args, **kwargs)
+        return None if logits is None else without_nan(logits)
 
     def get_top_tokens(
         self,
