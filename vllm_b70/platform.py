@@ -492,6 +492,12 @@ class GpuPolicy(ExactPolicy):
         import torch
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        if current().linear == "naive":
+            _refuse(
+                "VLLM_B70_LINEAR=naive",
+                "this control exists on a CPU only",
+                "leave it out",
+            )
         if not config.use_v2_model_runner:
             _refuse(
                 "the V1 model runner",

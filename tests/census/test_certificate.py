@@ -49,7 +49,10 @@ def test_nothing_is_loaded_of_a_failed_census():
 def changes(monkeypatch):
     yield "another shape", key([GOOD, BAD])
     yield "other limits", key(drafts=4)
-    for variable in ("TRITON_INTERPRET", "OMP_SCHEDULE", "VLLM_CPU_OMP_THREADS_BIND", "MKL_CBWR"):
+    for variable in (
+        "TRITON_INTERPRET", "OMP_SCHEDULE", "VLLM_CPU_OMP_THREADS_BIND", "MKL_CBWR",
+        "VLLM_B70_LINEAR", "FLA_TRIL_PRECISION", "VLLM_KV_CACHE_LAYOUT",
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setenv(variable, "x")
             yield variable, key()

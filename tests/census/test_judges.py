@@ -54,6 +54,12 @@ def test_an_unbroken_op_passes_twenty_times():
         assert verdict.exact and verdict.differs == "" and verdict.calls > 100
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_an_op_that_computes_nothing_is_not_exact(value):
+    verdict = replace(PROBE, run=lambda x, at: (torch.full_like(x, value),)).judge()
+    assert not verdict.exact and verdict.differs.startswith("no finite result but 0")
+
+
 @pytest.mark.parametrize(
     "rows",
     [range(1, 2), range(2, 9), range(9, 25), range(17, 18), range(32, 33), range(100, 116),

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from vllm.config import CompilationConfig, CUDAGraphMode
 
 from vllm_b70 import platform, plugin
+from vllm_b70.settings import Settings
 
 
 class Bare:
@@ -63,6 +64,13 @@ def test_every_inductor_option_exists():
 
     for name in platform.INDUCTOR:
         assert hasattr(inductor, name), name
+
+
+def test_the_naive_control_is_refused(monkeypatch):
+    """It is built for a CPU only: a GPU would run the exact kernels under its name."""
+    monkeypatch.setattr(platform, "current", lambda: Settings(linear="naive"))
+    with pytest.raises(platform.PolicyError, match="VLLM_B70_LINEAR=naive"):
+        Policy.check_device_choices(config())
 
 
 def test_a_configuration_made_from_another_is_accepted():

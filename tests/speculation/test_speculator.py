@@ -77,7 +77,7 @@ def prepare(_, __, buffers, batch, sampled, rejected, last, ___, ____):
         final = end - 1 - rejected[i].item()
         buffers.input_ids[first:final] = batch.input_ids[first + 1 : final + 1]
         buffers.input_ids[final] = last[batch.idx_mapping[i], 0]
-        buffers.positions[first:end] = batch.positions[first:end]
+        buffers.positions[first : final + 1] = batch.positions[first : final + 1]
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,10 @@ from vllm_b70.compat.versions import installed_vllm
 FORMAT = 1
 #: Variables that choose kernels, compilers or threads; every one of them is part of the key.
 VARIABLES = (
-    "CUBLAS_", "CUDA_", "DNNL_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "OMP_", "ONEAPI_", "ONEDNN_",
-    "SYCL_", "TORCH", "TRITON_", "UR_", "VLLM_CPU_", "VLLM_DISABLED_KERNELS", "ZE_",
+    "CUBLAS_", "CUDA_", "DNNL_", "FLA_", "IGC_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "OMP_",
+    "ONEAPI_", "ONEDNN_", "PYTORCH_", "SYCL_", "TORCH", "TRITON_", "UR_", "VLLM_B70_LINEAR",
+    "VLLM_CPU_", "VLLM_DISABLED_KERNELS", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_SSM_CONV_STATE_LAYOUT", "ZE_",
 )  # fmt: skip
 
 
@@ -111,7 +113,15 @@ def _versions() -> dict[str, str]:
     versions = {"vllm": installed_vllm(), "torch": torch.__version__}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    for name in ("vllm-b70", "triton", "triton-xpu", "numba", "numpy", "llvmlite"):
+    for name in (
+        "vllm-b70",
+        "vllm-xpu-kernels",
+        "triton",
+        "triton-xpu",
+        "numba",
+        "numpy",
+        "llvmlite",
+    ):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

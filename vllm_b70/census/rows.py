@@ -100,6 +100,7 @@ def judge_rows(probe: RowProbe) -> Verdict:
         x = probe.inputs(most, seed)
         whole = probe.run(*_rows(x, slice(None)))
         tally.calls += 1
+        tally.measure(whole, most)
         for i, count in enumerate(counts):
             for j in range(-(-min(COMPARED // len(SEEDS) + 1, most) // count)):
                 # One after the other from the start, and all over the place.

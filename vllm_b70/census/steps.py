@@ -139,6 +139,7 @@ class _Judge:
         self.streams.append(poison)
         self.begin = [sum(lengths[:i]) for i in range(len(lengths))]
         self.want = torch.cat([self.alone(stream) for stream in range(len(PROMPTS))])
+        self.tally.measure((self.want,), len(self.want))
 
     def alone(self, stream: int) -> torch.Tensor:
         """The results of a stream by itself, prompt whole, then token by token."""

@@ -88,6 +88,14 @@ class Tally:
             self._counts.append((bits(a) != bits(b)).any())
             self._labels.append((check, rows))
 
+    def measure(self, results: tuple[torch.Tensor, ...], rows: int) -> None:
+        """Note whether what others are compared with says nothing: NaN equals NaN, and an op that
+        was left out gives zeros however it is called."""
+        for tensor in results:
+            if tensor.is_floating_point():
+                self._counts.append(~(tensor.isfinite().all() & tensor.any()))
+                self._labels.append(("no finite result but 0 at {} rows", rows))
+
     def found(self) -> dict[str, list[int]]:
         """Row counts that differ, by check; waits for the device."""
         if not self._counts:

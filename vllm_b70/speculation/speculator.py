@@ -113,7 +113,8 @@ class SkippingSpeculator:
         if tokens > batch.num_reqs:
             ends = batch.query_start_loc[1 : batch.num_reqs + 1]
             slots = slots[torch.searchsorted(ends, self._rows[:tokens].to(ends.dtype), right=True)]
-        positions = self.input_buffers.positions[:tokens]
+        # Not those of the draft layer's inputs: vLLM leaves rejected rows of these as they were.
+        positions = batch.positions[:tokens]
         self._history.record(
             slots, positions, self.input_buffers.input_ids[:tokens], positions, hidden[:tokens]
         )
