@@ -158,6 +158,20 @@ def test_a_cache_that_cannot_be_written_stops_nothing(taken, caplog, root):
     assert "cannot be kept" in caplog.text
 
 
+def test_an_op_that_raises_is_a_failure_that_says_what_it_raised(monkeypatch, root):
+    class Broken:
+        op, shape, device = "norm", "8", CPU
+
+        def judge(self):
+            raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(census, "find", lambda *_: [Broken()])
+    monkeypatch.setattr(census, "set_current_vllm_config", lambda config: nullcontext())
+    monkeypatch.setattr(census, "limits", lambda config: {})
+    (failure,) = census.take([], None, CPU).failures
+    assert "RuntimeError: out of memory" in failure.differs
+
+
 def test_strict_stops_with_one_sentence_and_warn_says_the_same(caplog):
     found = Certificate(key(), (GOOD, BAD), 1.5)
     with pytest.raises(census.CensusError) as error:

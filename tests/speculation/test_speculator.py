@@ -160,6 +160,16 @@ def test_skipped_positions_are_written_when_drafting_resumes():
     assert script.both[0].ran == [64, 4]
 
 
+def test_a_rejected_row_does_not_take_the_place_of_another():
+    """vLLM leaves its position in the draft layer's inputs as the step before had it."""
+    script = Script()
+    script.step({0: (9, 0)}, 3, prompts=(0,))
+    script.both[0].input_buffers.positions.fill_(script.at[0])
+    script.step({0: (4, 3)}, 0)
+    script.step({0: (1, 0)}, 3)
+    assert not script.missing(0)
+
+
 def test_a_request_that_sits_out_is_caught_up_when_it_drafts():
     script = Script()
     script.step({0: (9, 0), 1: (9, 0)}, 3, prompts=(0, 1))

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm_b70.census import certificate as certificates
 from vllm_b70.census.certificate import Certificate
 from vllm_b70.census.path import find
+from vllm_b70.census.verdict import Probe, Verdict
 
 # A child of vLLM's logger, so that the user's logging configuration applies.
 logger = logging.getLogger("vllm.vllm_b70")
@@ -35,6 +36,15 @@ def limits(config: VllmConfig) -> dict[str, Any]:
         "mode": getattr(config.compilation_config.mode, "name", "NONE"),
         "v2_runner": bool(config.use_v2_model_runner),
     }
+
+
+def _judge(probe: Probe) -> Verdict:
+    """The probe's verdict; an op that cannot be asked is not exact as far as anybody knows."""
+    try:
+        return probe.judge()
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Verdict(probe.op, probe.shape, False, f"nothing: it raised {text}", "", 0, 0)
 
 
 @torch.inference_mode()
@@ -69,7 +79,7 @@ def take(
         # In compiled mode vLLM would compile each of its own ops by itself for these calls alone,
         # which is not what a compiled model runs.
         with torch.compiler.set_stance("force_eager"):
-            verdicts = tuple(probe.judge() for probe in probes)
+            verdicts = tuple(_judge(probe) for probe in probes)
     # What the probes allocated must not count when vLLM sizes the KV cache.
     gc.collect()
     if device.type != "cpu":

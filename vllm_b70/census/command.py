@@ -54,6 +54,7 @@ def run(model: str, options: list[str], output: Path | None, device: str | None)
 def _take(model: str, options: list[str], device: str | None) -> Certificate:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.executor.abstract import Executor
 
@@ -66,7 +67,9 @@ def _take(model: str, options: list[str], device: str | None) -> Certificate:
         )
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(["--model", model, *options])
-    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    # A server's defaults follow the context.
+    context = UsageContext.OPENAI_API_SERVER
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(context)
     parallel = config.parallel_config
     certified = workers.over(parallel.worker_cls, census=True)
     if certified is None:
@@ -74,10 +77,10 @@ def _take(model: str, options: list[str], device: str | None) -> Certificate:
     parallel.worker_cls = certified
     executor = Executor.get_class(config)(config)
     try:
-        found: Certificate = executor.collective_rpc("take_census", args=(True,))[0]
+        of_ranks: list[Certificate] = executor.collective_rpc("take_census", args=(True,))
     finally:
         executor.shutdown()
-    return found
+    return next((found for found in of_ranks if found.failures), of_ranks[0])
 
 
 def _table(found: Certificate) -> object:
