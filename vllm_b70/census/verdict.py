@@ -89,12 +89,12 @@ class Tally:
             self._labels.append((check, rows))
 
     def measure(self, results: tuple[torch.Tensor, ...], rows: int) -> None:
-        """Note whether what others are compared with says nothing: NaN equals NaN, and an op that
-        was left out gives zeros however it is called."""
+        """Note whether what others are compared with is not finite: NaN equals NaN, so that it would
+        say nothing. Zeros may be right: weights may be 0."""
         for tensor in results:
             if tensor.is_floating_point():
-                self._counts.append(~(tensor.isfinite().all() & tensor.any()))
-                self._labels.append(("no finite result but 0 at {} rows", rows))
+                self._counts.append(~tensor.isfinite().all())
+                self._labels.append(("results that are not finite at {} rows", rows))
 
     def found(self) -> dict[str, list[int]]:
         """Row counts that differ, by check; waits for the device."""
