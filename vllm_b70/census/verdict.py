@@ -89,8 +89,8 @@ class Tally:
             self._labels.append((check, rows))
 
     def measure(self, results: tuple[torch.Tensor, ...], rows: int) -> None:
-        """Note whether what others are compared with is not finite: NaN equals NaN, so that it would
-        say nothing. Zeros may be right: weights may be 0."""
+        """Note whether what others are compared with is not finite: NaN equals NaN, so it would say
+        nothing. Zeros may be right: weights may be 0."""
         for tensor in results:
             if tensor.is_floating_point():
                 self._counts.append(~tensor.isfinite().all())
