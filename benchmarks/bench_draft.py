@@ -22,10 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gemm_command
+from benchmarks.bench_int4_linear import weight
 from benchmarks.timing import copies, copy_gb_per_s, graph_us
 from vllm_b70.ops import gemm, int4_argmax, int4_gemm
 from vllm_b70.ops.int4_quantise import quantise_words
-from vllm_b70.ops.int4_words import Int4Words, pack_words
+from vllm_b70.ops.int4_words import Int4Words
 from vllm_b70.ops.tiles import Tile
 
 #: The whole vocabulary, and a shortlist.
@@ -48,16 +49,6 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int, int]]] = {
 }  # fmt: skip
 #: Linears of the 9B's MTP layer, columns by depth.
 LAYER = [(4096, 8192), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
-
-
-def weight(columns: int, depth: int, dtype: torch.dtype, seed: int) -> Int4Words:
-    """A random symmetric weight, packed on the device."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    scale = torch.rand(depth // GROUP, columns, device="cuda", generator=generator) * 0.01
-    return pack_words(
-        lambda a, b: torch.randint(0, 16, (b - a, columns), device="cuda", generator=generator),
-        depth, columns, scale, None, GROUP, dtype,
-    )  # fmt: skip
 
 
 def tile_of(candidate: tuple[int, int, int, int, int]) -> Tile:

@@ -275,17 +275,24 @@ NORMS = [(1, 4096), (64, 4096), (4096, 4096), (1, 5120), (4096, 5120)]
 HEAD_NORMS = [(64 * 32, 128), (4096 * 32, 128)]
 
 
-def norm_jobs() -> Iterator[tuple[str, int, int]]:
-    """Every op, row count and number of columns that is timed."""
-    for op in ("rms_norm", "add_rms_norm"):
-        yield from ((op, *shape) for shape in NORMS)
-    yield from (("gated_rms_norm", *shape) for shape in HEAD_NORMS)
+def norms(rows: Rows, until: float) -> Iterator[Norm]:
+    """Every norm that is timed and has no row yet, as long as there is time."""
+    jobs = [(op, *shape) for op in ("rms_norm", "add_rms_norm") for shape in NORMS]
+    for op, count, columns in jobs + [("gated_rms_norm", *shape) for shape in HEAD_NORMS]:
+        key = {"op": op, "rows": count, "columns": columns}
+        if rows.has(**key):
+            continue
+        if time.time() > until:
+            print("not run for lack of time:", key, flush=True)
+            continue
+        yield Norm(op, count, columns)
 
 
 class Norm:
-    """The data of one norm."""
+    """The data of one norm; ``key`` names it in a row."""
 
     def __init__(self, op: str, count: int, columns: int):
+        self.key = {"op": op, "rows": count, "columns": columns}
         self.op, tensors = op, {"rms_norm": 2, "add_rms_norm": 4, "gated_rms_norm": 3}[op]
         self.bytes = count * columns * tensors * 2
         number = copies(count * columns * 2 * 2)
@@ -332,17 +339,12 @@ HEAD_LAUNCHES = [(None, None, True, 4), (None, None, False, 4)] + [
 def tune_norms(rows: Rows, until: float) -> None:
     """Time every launch of the norms; a line a shape."""
     overlap_options, meet = norm.tiles.overlap_options, norm.MEET
-    for op, count, columns in norm_jobs():
-        key = {"op": op, "rows": count, "columns": columns}
-        if rows.has(**key):
-            continue
-        if time.time() > until:
-            print("not run for lack of time:", key, flush=True)
-            continue
-        data = Norm(op, count, columns)
+    for data in norms(rows, until):
         found: dict[str, float] = {}
         bits = None
-        for programs, warps, overlap, last in ROW_LAUNCHES if columns > 1024 else HEAD_LAUNCHES:
+        for programs, warps, overlap, last in (
+            HEAD_LAUNCHES if data.op == "gated_rms_norm" else ROW_LAUNCHES
+        ):
             norm.tiles.overlap_options = (
                 overlap_options if overlap else lambda device, wanted: {"PDL": False}
             )
@@ -357,7 +359,7 @@ def tune_norms(rows: Rows, until: float) -> None:
         floor = round(data.floor_us(), 2)
         best = min(found, key=lambda name: found[name])
         rows.add(
-            **key, floor_us=floor, of_floor=round(floor / found["chosen"], 3), best=best,
+            **data.key, floor_us=floor, of_floor=round(floor / found["chosen"], 3), best=best,
             best_of_floor=round(floor / found[best], 3), us=found,
         )  # fmt: skip
 
@@ -370,15 +372,9 @@ def compare_norms(rows: Rows, until: float) -> None:
     except Exception as error:
         print("no vLLM:", str(error)[:160], flush=True)
         vllm_ops = None
-    for op, count, columns in norm_jobs():
-        key = {"op": op, "rows": count, "columns": columns}
-        if rows.has(**key):
-            continue
-        if time.time() > until:
-            print("not run for lack of time:", key, flush=True)
-            continue
-        data = Norm(op, count, columns)
-        xs, weight, pairs = data.xs, data.weight, list(zip(data.xs, data.others, strict=True))
+    for data in norms(rows, until):
+        op, xs, weight = data.op, data.xs, data.weight
+        pairs = list(zip(xs, data.others, strict=True))
         extra: dict[str, Any] = {}
         if op == "rms_norm":
             calls = [lambda x=x: norm.rms_norm(x, weight, 1e-6, 1.0) for x in xs]
@@ -409,7 +405,7 @@ def compare_norms(rows: Rows, until: float) -> None:
             except Exception as error:
                 print(f"peer {name}: {str(error)[:160]}", flush=True)
         rows.add(
-            **key, ours_us=round(ours, 2), floor_us=round(floor, 2),
+            **data.key, ours_us=round(ours, 2), floor_us=round(floor, 2),
             of_floor=round(floor / ours, 3),
             gb_per_s=round(data.bytes / ours / 1e3, 1), **extra,
         )  # fmt: skip
@@ -436,9 +432,9 @@ def main() -> None:
     rows = Rows(arguments.out.with_suffix(".jsonl"))
     if arguments.command == "norms":
         tune_norms(rows, until)
-        return
-    compare_norms(rows, until)
-    compare_attention(rows, arguments, until)
+    else:
+        compare_norms(rows, until)
+        compare_attention(rows, arguments, until)
     arguments.out.write_text(json.dumps(head() | {"rows": rows.rows}, indent=1) + "\n")
 
 

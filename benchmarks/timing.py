@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm_b70.compat.versions import version_of
 
 #: Bytes between two uses of one weight: more than twice the L2 of an H200.
 ROTATION = 160 * 2**20
@@ -75,8 +76,6 @@ def versions() -> dict[str, str]:
     """Versions of what can change a figure."""
     found = {"torch": torch.__version__}
     for name in ("triton", "vllm", "humming-kernels", "conch-triton-kernels"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if installed := version_of(name):
+            found[name] = installed
     return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
+
+from vllm_b70.compat.versions import version_of
 
 #: Part of the names of the Battlemage cards, for which every kernel is compiled.
 BATTLEMAGE = ("B70", "B65", "B60", "B50", "B580", "B570")
@@ -55,7 +56,7 @@ def needs(cards: int) -> Iterator[Need]:
     yield Need(
         "memory information",
         hasattr(torch.ops._C_cache_ops, "getMemoryInfo"),
-        f"vllm-xpu-kernels {_version('vllm-xpu-kernels')}",
+        f"vllm-xpu-kernels {version_of('vllm-xpu-kernels') or 'not installed'}",
         "install the vllm-xpu-kernels that this vLLM names in its requirements",
     )
     if cards > 1:
@@ -120,10 +121,3 @@ def _triton() -> Iterator[Need]:
         f"triton {triton.__version__}",
         remedy,
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

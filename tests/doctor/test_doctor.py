@@ -60,7 +60,7 @@ def test_vllm_against_the_supported_range(version, severity, monkeypatch):
 
 def test_ipex_is_reported(monkeypatch):
     versions = {"intel-extension-for-pytorch": "2.8.10+xpu", "torch": "2.11"}
-    monkeypatch.setattr(software, "version", versions.get)
+    monkeypatch.setattr(software, "version_of", versions.get)
     found = by_name(software.check())["intel-extension-for-pytorch"]
     assert found.severity == "warning" and "2.8.10+xpu" in found.found
 

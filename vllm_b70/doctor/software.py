@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-from vllm_b70.compat.versions import SUPPORTED, installed_vllm
+from vllm_b70.compat.versions import SUPPORTED, installed_vllm, version_of
 from vllm_b70.doctor.finding import Finding, Severity
 
 #: What else decides how a server runs; ``vllm_b70.xpu`` asks for behaviour where it can.
@@ -23,14 +23,6 @@ OTHERS = (
 )
 
 
-def version(distribution: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check() -> Iterator[Finding]:
     """Python, vLLM and what vLLM stands on."""
 
@@ -38,7 +30,9 @@ def check() -> Iterator[Finding]:
         return Finding("software", what, severity, text, remedy)
 
     yield found("python", Severity.ok, f"{platform.python_version()} on {platform.machine()}")
-    yield found("vllm-b70", Severity.ok, version("vllm-b70") or "not installed, run from sources")
+    yield found(
+        "vllm-b70", Severity.ok, version_of("vllm-b70") or "not installed, run from sources"
+    )
     supported = ", ".join(f"{minor}.x" for minor in SUPPORTED)
     try:
         vllm = installed_vllm()
@@ -54,12 +48,12 @@ def check() -> Iterator[Finding]:
             f"install vLLM {supported}",
         )
     for name in OTHERS:
-        installed = version(name)
+        installed = version_of(name)
         if installed is not None:
             yield found(name, Severity.ok, installed)
-    if version("torch") is None:
+    if version_of("torch") is None:
         yield found("torch", Severity.error, "not installed", "install the torch that vLLM pins")
-    ipex = version("intel-extension-for-pytorch")
+    ipex = version_of("intel-extension-for-pytorch")
     if ipex is not None:
         yield found(
             "intel-extension-for-pytorch",

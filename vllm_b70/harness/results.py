@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from vllm_b70.compat.versions import version_of
 from vllm_b70.harness.client import HarnessError
 
 _DISTRIBUTIONS = (
@@ -118,12 +118,7 @@ def raise_if_disk_full(error: OSError, path: Path) -> None:
 
 def versions() -> dict[str, Any]:
     """Return what the run ran on: distribution versions (None: not installed), Python, CPU."""
-    found: dict[str, Any] = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found: dict[str, Any] = {name: version_of(name) for name in _DISTRIBUTIONS}
     found["python"] = platform.python_version()
     found.update(cpu())
     return found
