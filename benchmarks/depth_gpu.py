@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.exact_gpu import wait_for_turn
 from vllm_b70.harness.depth_model import DepthModel, Measurement
 from vllm_b70.speculation.schedule import depth_by_batch
 
@@ -142,6 +143,8 @@ def run_cell(arguments: argparse.Namespace) -> None:
     )
     levels = []
     steady(engine, max(users), 24)
+    if arguments.turn:
+        wait_for_turn(arguments.out.parent, arguments.turn)
     for count in users:
         before = counters(engine)
         rounds = [steady(engine, count, arguments.new_tokens) for _ in range(ROUNDS)]
@@ -218,6 +221,7 @@ def main() -> None:
     cell.add_argument("--schedule", help="JSON of num_speculative_tokens_per_batch_size")
     cell.add_argument("--tuned", type=Path, help="folder of cells")
     cell.add_argument("--users", default="1,8,16,32,64")
+    cell.add_argument("--turn", help="N/M: start beside M - 1 others, measure as number N")
     cell.add_argument("--new-tokens", type=int, default=128)
     cell.add_argument("--kv-gib", type=float, default=8.0, help="GiB of KV cache and state")
     cell.add_argument("--out", type=Path, required=True)

@@ -13,7 +13,7 @@
 #   27b      zero flips: the tiny 27B and one of its widths           150 s
 #   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
 #   wide     zero flips and speed: the 9B's widths, against stock     250 s
-#   depth    schedules of draft depths against fixed ones, depth 0    450 s (estimated)
+#   depth    schedules of draft depths against fixed ones, depth 0    250 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,8 +37,10 @@ turn() { # N/M work name arguments...: a cell that is timed in its turn
 replica() { # number work arguments...: a cell with caches of its own, empty at first
   local own
   own=$(mktemp -d)
-  TRITON_CACHE_DIR=$own/triton VLLM_CACHE_ROOT=$own/vllm TORCHINDUCTOR_CACHE_DIR=$own/inductor \
-    LIMIT=${LIMIT:-400} cell "$2" "replica-$1" --replica "$1" "${@:3}"
+  # Without the census, which would compile for minutes and changes no answer.
+  VLLM_B70_CENSUS=off TRITON_CACHE_DIR=$own/triton VLLM_CACHE_ROOT=$own/vllm \
+    TORCHINDUCTOR_CACHE_DIR=$own/inductor TRITON_CACHE_AUTOTUNING=0 LIMIT=${LIMIT:-400} \
+    cell "$2" "replica-$1" --replica "$1" "${@:3}"
 }
 
 make_tiny() {
@@ -108,7 +110,7 @@ stage_gdn() {
 
 stage_tiny() {
   make_tiny
-  local model=(--model "$models/tiny-9b")
+  local model=(--model "$models/tiny-9b" --kv-gib 3)
   # Side by side: what they answer is compared, not how fast.
   cell "$1" d0 "${model[@]}" --users 1,8,32,64,128 &
   cell "$1" d1 "${model[@]}" --depth 1 &
@@ -116,11 +118,10 @@ stage_tiny() {
   cell "$1" d6 "${model[@]}" --depth 6 &
   replica 1 "$1" "${model[@]}" --depth 3 --users 64 &
   replica 2 "$1" "${model[@]}" --depth 3 --users 64 &
-  wait
   cell "$1" d3-eager "${model[@]}" --depth 3 --graphs off --users 64 &
   cell "$1" d2 "${model[@]}" --depth 2 --users 32 &
   cell "$1" d4 "${model[@]}" --depth 4 --users 32,64 &
-  cell "$1" s0 "${model[@]}" --route stock --users 1,64 &
+  cell "$1" s0 "${model[@]}" --route stock --users 1,64 --solo 64 &
   cell "$1" s3 "${model[@]}" --route stock --depth 3 --users 64 &
   wait
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
@@ -128,12 +129,12 @@ stage_tiny() {
 
 stage_27b() {
   make_tiny
-  local model=(--model "$models/tiny-27b" --dtype float16)
+  local model=(--model "$models/tiny-27b" --dtype float16 --kv-gib 3)
   cell "$1" t0 "${model[@]}" --users 1,64 &
   cell "$1" t3 "${model[@]}" --depth 3 --users 64 &
-  cell "$1" ts0 "${model[@]}" --route stock --users 1,64 &
+  cell "$1" ts0 "${model[@]}" --route stock --users 1,64 --solo 64 &
   [ -d "$models/wide-27b" ] || python3 benchmarks/wide_checkpoint.py 27b "$models/wide-27b"
-  model=(--model "$models/wide-27b" --max-num-seqs 64)
+  model=(--model "$models/wide-27b" --max-num-seqs 64 --kv-gib 6)
   cell "$1" w0 "${model[@]}" --users 1,64 &
   cell "$1" w4 "${model[@]}" --depth 4 --users 64 &
   wait
@@ -143,7 +144,7 @@ stage_27b() {
 stage_long() {
   make_tiny
   local options=(--model "$models/tiny-9b" --lengths 2048,8192,32768 --max-model-len 33024
-    --max-num-seqs 8 --users 1)
+    --max-num-seqs 8 --users 1 --kv-gib 3)
   cell "$1" d0 "${options[@]}" &
   cell "$1" d3 "${options[@]}" --depth 3 &
   wait
@@ -167,15 +168,23 @@ stage_depth() {
   [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
   [ -d "$models/agree-9b" ] ||
     python3 benchmarks/depth_gpu.py agree "$models/wide-9b" "$models/agree-9b"
-  local name
   depth_cell() { # work name arguments...
-    timeout 150 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
+    timeout 400 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
       --out "$1/cells/$2.json" "${@:3}" >"$1/$2.log" 2>&1
-    grep -a " users \|Error:" "$1/$2.log" | tail -6 | cut -c1-200
+    grep -a " users \|Error:\|DISTURBED" "$1/$2.log" | tail -6 | cut -c1-200
   }
-  for name in 0 1 2 3; do depth_cell "$1" "d$name" --depth $name; done
+  depth_turn() { # N work name arguments...: of five that start side by side and measure in turn
+    depth_cell "$2" "$3" --turn "$1/5" "${@:4}"
+    touch "$2/cells/ready-$1" "$2/cells/done-$1"
+  }
+  local depth
+  for depth in 0 1 2 3; do
+    depth_turn $((depth + 1)) "$1" "d$depth" --depth $depth &
+  done
+  depth_turn 5 "$1" issue --schedule '[[1,8,3],[9,16,1],[17,64,0]]' &
+  wait
+  # Its schedule is worked out from what the fixed depths have shown.
   depth_cell "$1" tuned --tuned "$1/cells"
-  depth_cell "$1" issue --schedule '[[1,8,3],[9,16,1],[17,64,0]]'
   python3 benchmarks/depth_gpu.py collect "$1/cells" --out "$1/depth.json" | cut -c1-300
 }
 

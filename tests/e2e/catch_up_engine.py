@@ -69,6 +69,8 @@ def main(folder):
             enforce_eager=not CUDA,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**28,
+            # Checked against what is free at the start; others may use the device.
+            gpu_memory_utilization=0.2 if CUDA else 0.92,
             num_gpu_blocks_override=None if CUDA else BLOCKS,
             disable_log_stats=False,
             speculative_config={
