@@ -122,6 +122,26 @@ def test_c1_query_widths_prefill_and_neighbours():
         assert not got.isnan().any()
 
 
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [*((17, name) for name in PLANS), (129, "full workspace"), (129, "both")],
+)
+def test_more_sequences_than_the_smallest_kernel_holds(count, name):
+    """The kernels are compiled for 16 sequences, 128, and powers of two from there."""
+    lengths = [(70, 1, 33, 17, 5)[i % 5] if i % 16 < 5 else 1 + i % 3 for i in range(count)]
+    lens = [min((1, 3, 9, 2)[i % 4], length) for i, length in enumerate(lengths)]
+    cache = Cache(lengths, heads=1)
+    q = queries(sum(lens), 4)
+    got = run(cache, q, lens, lengths, name, padding=3)
+    table, first = cache.table, 0
+    for i, (width, length) in enumerate(zip(lens, lengths, strict=True)):
+        if count == 17 or i in (0, 15, 16, 17, 127, 128):
+            cache.table = table[i : i + 1]
+            alone = run(cache, q[first : first + width], [width], [length])
+            assert torch.equal(got[first : first + width], alone), f"{width} of {length}"
+        first += width
+
+
 def test_rows_without_keys_are_zero_and_rows_of_nobody_are_left():
     cache = Cache([30, 0], heads=1)
     for name in ("split16", "walk16", "both"):
