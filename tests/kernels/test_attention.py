@@ -54,18 +54,20 @@ def queries(tokens, heads, dtype=torch.bfloat16, seed=1):
 
 
 def run(cache, q, lens, lengths, name="split16", padding=0):
-    """Query lengths, lengths; ``padding`` more sequences without a query, as in a graph."""
+    """Query lengths, lengths; ``padding`` more sequences without a query and of any length."""
     plan, limit, workspace = PLANS[name]
     starts = [0]
     for count in lens:
         starts.append(starts[-1] + count)
     starts = torch.tensor(starts + [starts[-1]] * padding, dtype=torch.int32)
-    lengths = torch.tensor([*lengths, *[0] * padding], dtype=torch.int32)
+    longest = max(*lengths, 1)
+    lengths = [*lengths, *([2**30, -(2**30), 1, 0, 9] * padding)[:padding]]
+    lengths = torch.tensor(lengths, dtype=torch.int32)
     table = torch.cat([cache.table, cache.table.new_full((padding, cache.table.shape[1]), 9**6)])
     out = torch.full_like(q, float("nan"))
     launch(
         q, cache.k, cache.v, out, table, starts, lengths, SCALE,
-        max(lens), max(max(lengths.tolist()), 1), plan, limit, workspace,
+        max(lens), longest, plan, limit, workspace,
     )  # fmt: skip
     return out
 
