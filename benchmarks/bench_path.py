@@ -271,14 +271,18 @@ def compare_attention(rows: Rows, arguments: argparse.Namespace, until: float) -
         torch.cuda.empty_cache()
 
 
-NORMS = [(1, 4096), (64, 4096), (4096, 4096), (1, 5120), (4096, 5120)]
-HEAD_NORMS = [(64 * 32, 128), (4096 * 32, 128)]
+#: (rows, columns): of the hidden state of the 9B and the 27B; of the 9B's 4 key and 16 query heads;
+#: of the heads of its gated delta net.
+TOKENS = (1, 64, 4096)
+NORMS = [(tokens, columns) for columns in (4096, 5120) for tokens in TOKENS]
+QK_NORMS = [(tokens * heads, 256) for tokens in TOKENS for heads in (4, 16)]
+HEAD_NORMS = [(tokens * 32, 128) for tokens in TOKENS]
 
 
 def norms(rows: Rows, until: float) -> Iterator[Norm]:
     """Every norm that is timed and has no row yet, as long as there is time."""
-    jobs = [(op, *shape) for op in ("rms_norm", "add_rms_norm") for shape in NORMS]
-    for op, count, columns in jobs + [("gated_rms_norm", *shape) for shape in HEAD_NORMS]:
+    shapes = {"rms_norm": NORMS + QK_NORMS, "add_rms_norm": NORMS, "gated_rms_norm": HEAD_NORMS}
+    for op, count, columns in [(name, *shape) for name in shapes for shape in shapes[name]]:
         key = {"op": op, "rows": count, "columns": columns}
         if rows.has(**key):
             continue
@@ -343,7 +347,7 @@ def tune_norms(rows: Rows, until: float) -> None:
         found: dict[str, float] = {}
         bits = None
         for programs, warps, overlap, last in (
-            HEAD_LAUNCHES if data.op == "gated_rms_norm" else ROW_LAUNCHES
+            HEAD_LAUNCHES if data.key["columns"] <= 256 else ROW_LAUNCHES
         ):
             norm.tiles.overlap_options = (
                 overlap_options if overlap else lambda device, wanted: {"PDL": False}

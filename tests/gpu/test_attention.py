@@ -264,6 +264,82 @@ def test_a_later_token_that_overflowed_spoils_no_earlier_one():
     assert differing(got[:3], want[:3]) == 0 and got[3].isnan().any()
 
 
+def worst(dtype):
+    return [float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).max]
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_widths_with_rejected_drafts(case):
+    """Each step verifies 1 to 17 tokens and keeps some; the others leave garbage in the cache."""
+    size, group, dtype = case
+    first, length = 200, 700
+    cache = Cache([length, 3000], size, dtype)
+    q = cache.queries(length, group)
+    whole = run(cache, q, [0], [length], [length])
+    keys, values = (x.clone() for x in cache.dense(0, length))
+    random.seed(5)
+    position, steps = first, 0
+    while position + 17 <= length:
+        width = steps % 17 + 1
+        kept = random.randint(1, width)
+        end = position + width
+        where = torch.arange(position, end, device="cuda")
+        at = (cache.table[0, where // BLOCK].long(), where % BLOCK)
+        queries = q[position:end].clone()
+        k, v = keys[position:end].clone(), values[position:end].clone()
+        for row in range(kept, width):
+            queries[row], k[row], v[row] = (random.choice(worst(dtype)) for _ in range(3))
+        cache.k[at], cache.v[at] = k, v
+        if steps % 2:
+            batch = torch.cat([q[:1], queries])
+            got = run(cache, batch, [1, 0], [1, width], [3000, end])[1:]
+        else:
+            got = run(cache, queries, [0], [width], [end])
+        want = whole[position : position + kept]
+        assert differing(got[:kept], want) == 0, f"{kept} of {width} at {position}"
+        position, steps = position + kept, steps + 1
+    assert steps > 17
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_neighbours_of_any_magnitude(case):
+    """One sequence stays as it is; all that the others hold and ask is as bad as can be."""
+    size, group, dtype = case
+    lengths, lens = [2000, 3000, 40, 600], [4, 1, 17, 300]
+    q = Cache(lengths, size, dtype).queries(sum(lens), group)
+    want = run(Cache(lengths, size, dtype), q, range(4), lens, lengths).split(lens)
+    for kept in range(4):
+        for value in worst(dtype):
+            cache = Cache(lengths, size, dtype)
+            queries = [x.clone() for x in q.split(lens)]
+            for other in {0, 1, 2, 3} - {kept}:
+                blocks = cache.table[other, : -(-lengths[other] // BLOCK)].long()
+                cache.k[blocks] = cache.v[blocks] = value
+                queries[other].fill_(value)
+            for limit, workspace in ((LIMIT, WORKSPACE), (LIMIT, 2**16), (0, 0)):
+                got = run(
+                    cache, torch.cat(queries), range(4), lens, lengths, limit=limit,
+                    workspace=workspace,
+                ).split(lens)[kept]  # fmt: skip
+                assert differing(got, want[kept]) == 0, f"{kept} beside {value}, limit {limit}"
+
+
+def test_padding_of_any_content():
+    """Sequences without queries and rows without a sequence, as padding may leave them."""
+    lengths, lens = [3000, 40, 700], [1, 17, 200]
+    cache = Cache(lengths, 256, torch.bfloat16)
+    q = cache.queries(sum(lens) + 30, 4)
+    q[sum(lens) :] = float("nan")
+    want = run(cache, q[: sum(lens)], range(3), lens, lengths)
+    starts = torch.tensor([0, *lens, 0, 0, 0, 0], device="cuda").cumsum(0).int()
+    ends = torch.tensor([*lengths, 2**30, -(2**30), 1, 0], device="cuda").int()
+    table = torch.cat([cache.table, torch.full_like(cache.table[:1].expand(4, -1), 2**30)])
+    out = torch.full_like(q, 7.0)
+    paged_attention(q, cache.k, cache.v, out, table, starts, ends, 256**-0.5, 200, 3000)
+    assert differing(out[: sum(lens)], want) == 0
+    assert (out[sum(lens) :] == 7.0).all()
+
+
 def test_stale_workspace():
     cache = Cache([3000, 40], 256, torch.bfloat16)
     q = cache.queries(2, 4)

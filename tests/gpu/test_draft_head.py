@@ -6,6 +6,7 @@ import torch
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_quantise, tiles
 from vllm_b70.ops.int4_words import unpack_words
 from vllm_b70.ops.tiles import Tile
+from vllm_b70.reference import linear as reference
 
 SHAPES = [(248320, 4096), (65536, 4096), (124160, 5120), (1000, 512), (70, 256)]
 ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 300]
@@ -68,11 +69,18 @@ def test_every_tile_with_every_group(tile, group):
 
 def test_nan_infinity_and_padding():
     packed, x = head(1000, 512, torch.float16), tensor(5, 512, torch.float16, 1)
-    packed.scale[:, 1000:] = float("nan")
-    assert not best(x, packed)[0].isnan().any(), "columns that only fill the last tile"
-    packed.scale[0, 700] = packed.scale[0, 300] = float("nan")
+    x[0] = -x[0].abs()
+    packed.scale[:, 1000:] = float("inf")
+    first = best(x, packed)[1]
+    assert (first < 1000).all(), "columns that only fill the last tile"
+    packed.scale[0, first] = packed.scale[0, 700] = float("nan")
+    want = reference.best(logits(x, packed))
     value, index = best(x, packed)
-    assert value.isnan().all() and (index == 300).all()
+    assert torch.equal(index, want[1]) and torch.equal(value, want[0])
+    assert (index != first).all(), "a NaN is minus infinity"
+    packed.scale[:] = float("nan")
+    value, index = best(x, packed)
+    assert (value == float("-inf")).all() and (index == 0).all()
 
 
 def test_in_a_graph():

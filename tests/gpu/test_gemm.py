@@ -6,6 +6,7 @@ import torch
 from vllm_b70.ops import gemm as ops
 from vllm_b70.ops import split, tiles
 from vllm_b70.ops.tiles import Tile
+from vllm_b70.reference import linear as reference
 
 SHAPES = [  # columns, depth; the models', their two-card shards, and odd ones
     (248320, 4096),
@@ -159,7 +160,7 @@ def test_overflow_is_infinity():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(248320, 4096), (124160, 4096), (1000, 520)], ids=str)
 def test_argmax_is_that_of_the_logits(shape, dtype):
-    """torch's argmax over the logits is the oracle: ties to the lowest, NaN first."""
+    """torch's argmax over the logits is the oracle: ties to the lowest, NaN as minus infinity."""
     weight = Weight(*shape, dtype)
     # Few distinct columns, so that every row has ties in many tiles.
     weight.w[shape[0] // 3 :] = weight.w[: shape[0] - shape[0] // 3].clone()
@@ -172,9 +173,14 @@ def test_argmax_is_that_of_the_logits(shape, dtype):
         assert torch.equal(index, want[:count]), f"{count} rows"
         assert torch.equal(value, logits.float().amax(-1)[:count])
     bias = torch.zeros(shape[0], dtype=dtype, device="cuda")
-    bias[shape[0] - 5] = bias[shape[0] // 2] = float("nan")
+    bias[want[:5]] = bias[shape[0] // 2] = float("nan")
+    rest = reference.best(weight(x[:5], bias))
     value, index = ops.gemm_argmax(x[:5].contiguous(), weight.w, bias, 0)
-    assert (index == shape[0] // 2).all() and value.isnan().all()
+    assert torch.equal(index, rest[1]) and torch.equal(value, rest[0])
+    assert (index != want[:5]).all()
+    bias.fill_(float("nan"))
+    value, index = ops.gemm_argmax(x[:5].contiguous(), weight.w, bias, 0)
+    assert (index == 0).all() and (value == float("-inf")).all()
 
 
 def test_argmax_shards_combine_exactly():

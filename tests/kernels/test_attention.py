@@ -54,18 +54,20 @@ def queries(tokens, heads, dtype=torch.bfloat16, seed=1):
 
 
 def run(cache, q, lens, lengths, name="split16", padding=0):
-    """Query lengths, lengths; ``padding`` more sequences without a query, as in a graph."""
+    """Query lengths, lengths; ``padding`` more sequences without a query and of any length."""
     plan, limit, workspace = PLANS[name]
     starts = [0]
     for count in lens:
         starts.append(starts[-1] + count)
     starts = torch.tensor(starts + [starts[-1]] * padding, dtype=torch.int32)
-    lengths = torch.tensor([*lengths, *[0] * padding], dtype=torch.int32)
+    longest = max(*lengths, 1)
+    lengths = [*lengths, *([2**30, -(2**30), 1, 0, 9] * padding)[:padding]]
+    lengths = torch.tensor(lengths, dtype=torch.int32)
     table = torch.cat([cache.table, cache.table.new_full((padding, cache.table.shape[1]), 9**6)])
     out = torch.full_like(q, float("nan"))
     launch(
         q, cache.k, cache.v, out, table, starts, lengths, SCALE,
-        max(lens), max(max(lengths.tolist()), 1), plan, limit, workspace,
+        max(lens), longest, plan, limit, workspace,
     )  # fmt: skip
     return out
 
@@ -120,6 +122,26 @@ def test_c1_query_widths_prefill_and_neighbours():
         got = run(cache, batch, [4, 1, 5], [40, 75, 9], name, padding=5)
         assert torch.equal(got[:4], whole[36:]), name
         assert not got.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [*((17, name) for name in PLANS), (129, "full workspace"), (129, "both")],
+)
+def test_more_sequences_than_the_smallest_kernel_holds(count, name):
+    """The kernels are compiled for 16 sequences, 128, and powers of two from there."""
+    lengths = [(70, 1, 33, 17, 5)[i % 5] if i % 16 < 5 else 1 + i % 3 for i in range(count)]
+    lens = [min((1, 3, 9, 2)[i % 4], length) for i, length in enumerate(lengths)]
+    cache = Cache(lengths, heads=1)
+    q = queries(sum(lens), 4)
+    got = run(cache, q, lens, lengths, name, padding=3)
+    table, first = cache.table, 0
+    for i, (width, length) in enumerate(zip(lens, lengths, strict=True)):
+        if count == 17 or i in (0, 15, 16, 17, 127, 128):
+            cache.table = table[i : i + 1]
+            alone = run(cache, q[first : first + width], [width], [length])
+            assert torch.equal(got[first : first + width], alone), f"{width} of {length}"
+        first += width
 
 
 def test_rows_without_keys_are_zero_and_rows_of_nobody_are_left():

@@ -1,5 +1,7 @@
 """vLLM's view of the attention, in the interpreter."""
 
+import types
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from vllm_b70.layers import attention as layers
 from vllm_b70.layers.attention import (
     RowInvariantAttentionBackend,
     RowInvariantAttentionBuilder,
@@ -97,6 +100,20 @@ def test_what_the_backend_says_of_itself():
 def test_what_has_no_exact_kernel_is_refused(changed):
     with pytest.raises(PluginError, match="no exact attention kernel"):
         impl(**changed)
+
+
+@pytest.mark.parametrize(("group", "most"), [(4, 31), (6, 20), (8, 15)])
+def test_drafts_that_would_go_to_the_kernel_of_prompts_are_refused(group, most, monkeypatch):
+    for depth in (None, most, most + 1):
+        config = types.SimpleNamespace(
+            speculative_config=depth and types.SimpleNamespace(num_speculative_tokens=depth)
+        )
+        monkeypatch.setattr(layers, "get_current_vllm_config_or_none", lambda config=config: config)
+        if depth == most + 1:
+            with pytest.raises(PluginError, match=f"at most {most}"):
+                impl(num_heads=HEADS * group)
+        else:
+            impl(num_heads=HEADS * group)
 
 
 def test_other_masks_are_refused():

@@ -161,16 +161,20 @@ def tied(columns=200, depth=128):
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[3], TILES[5]], ids=lambda t: f"{t.bn}x{t.bm}")
 def test_argmax_ties_nan_and_infinity(tile):
-    """Equal columns tie across every border of tiles; the lowest wins, and NaN before all."""
+    """Equal columns tie across every border of tiles; the lowest wins, and NaN never does."""
     packed, best = tied()
     x = torch.cat([best, -best, best, best * 0])
     value, index = run_argmax(x, packed, tile)
     assert index[0] == index[2] == 15 and index[3] == 0 and value[3] == 0
     assert index[1] not in (15, 16, 63, 64, 70, 199)
-    packed.scale[0, 130] = packed.scale[0, 65] = float("nan")
-    packed.scale[0, 3] = float("inf")
-    value, index = run_argmax(x[:3], packed, tile)
-    assert value.isnan().all() and index.tolist() == [65] * 3
+    packed.scale[0, 15] = packed.scale[0, 130] = float("nan")
+    assert run_argmax(x, packed, tile)[1].tolist()[::2] == [16, 16]
+    packed.scale[0, 70] = float("inf")
+    value, index = run_argmax(x, packed, tile)
+    assert index.tolist()[::2] == [70, 70] and (value[::2] == float("inf")).all()
+    packed.scale[:] = float("nan")
+    value, index = run_argmax(x, packed, tile)
+    assert (value == float("-inf")).all() and index.tolist() == [0] * 4
 
 
 def test_argmax_never_names_padding():

@@ -36,7 +36,7 @@ def head(weight, padding=0, start=0, ranks=1):
 def processor(scale=1.0, soft_cap=None):
     made = object.__new__(RowInvariantLogitsProcessor)
     torch.nn.Module.__init__(made)
-    made.scale, made.soft_cap, made.head_dtype = scale, soft_cap, None
+    made.scale, made.soft_cap, made.head_dtype, made.logits_as_input = scale, soft_cap, None, False
     return made
 
 
@@ -69,6 +69,10 @@ def test_what_rounds_logits_again_goes_vllms_way(change, monkeypatch):
     layer, x = head(tensor(70, 256)), tensor(3, 256, seed=1)
     want = LogitsProcessor.get_top_tokens(processor(**change), layer, x)
     assert torch.equal(processor(**change).get_top_tokens(layer, x), want)
+    # A NaN is minus infinity after the soft cap too, not the least that a cap leaves.
+    layer.weight.fill_(-1.0)
+    layer.weight[0] = float("nan")
+    assert (processor(**change).get_top_tokens(layer, x.abs()) == 1).all()
 
 
 def test_ranks_combine_to_the_lowest_column(monkeypatch):

@@ -108,10 +108,13 @@ def test_argmax_ties_nan_and_infinity(tile):
     lower[15] = lower[63] = -1.0
     assert run_argmax(x, weight, lower, 1, tile)[1][0] == 16
     nan = bias.clone()
-    nan[65] = nan[130] = float("nan")
+    nan[15] = nan[130] = float("nan")
+    assert run_argmax(x, weight, nan, 1, tile)[1].tolist()[:2] == [16, 16]
     nan[3] = float("inf")
     value, index = run_argmax(x, weight, nan, 1, tile)
-    assert value.isnan().all() and index.tolist() == [65] * 6
+    assert (value == float("inf")).all() and index.tolist() == [3] * 6
+    value, index = run_argmax(x, weight, torch.full_like(bias, float("nan")), 1, tile)
+    assert (value == float("-inf")).all() and index.tolist() == [0] * 6
     infinite = torch.full_like(bias, float("-inf"))
     value, index = run_argmax(x, weight, infinite, 1, tile)
     assert (value == float("-inf")).all() and index.tolist() == [0] * 6

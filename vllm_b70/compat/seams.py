@@ -138,6 +138,12 @@ SEAMS: dict[str, Seam] = {
         ("self", "layer", "x", "bias"),
         "layers.linear replaces the GEMM of the lm_head",
     ),
+    "logits": Seam(
+        "vllm.model_executor.layers.logits_processor",
+        "LogitsProcessor.forward",
+        ("self", "lm_head", "hidden_states", "embedding_bias", "skip_gather"),
+        "layers.logits_processor takes NaN out of logits, and a shard's before they are gathered",
+    ),
     "top_tokens": Seam(
         "vllm.model_executor.layers.logits_processor",
         "LogitsProcessor.get_top_tokens",

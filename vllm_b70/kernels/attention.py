@@ -487,6 +487,9 @@ def walk(
         query, _, inside, position, least, last, token, column = _program_rows(
             q, start, length, rows, row_tile, head, q_stride, GROUP, D, ROWS
         )
+        # Without GUARD: no draft comes here (layers.attention), so a later token is here to stay.
+        # If it overflowed, every row from it on is NaN, and whatever the request has yet to say
+        # hangs on no row before it.
         m, total, acc = _attend(
             query, position, least, last, k + head * head_stride, v + head * head_stride,
             table + sequence.to(tl.int64) * table_stride, block_stride, slot_stride, scale,

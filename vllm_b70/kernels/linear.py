@@ -237,11 +237,11 @@ def walk(
 
 @triton.jit
 def rank(value, column):
-    """An int64 that orders (value, column) as argmax does: NaN first, then the larger value, then
-    the lower column; the two zeros are equal."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    """An int64 that orders (value, column): the larger value first, then the lower column; the two
+    zeros are equal, and a NaN is minus infinity, as in the logits that vLLM's samplers get."""
+    value = tl.where(value == value, value + 0.0, float("-inf"))
+    bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(value != value, 0x7FFFFFFF, order)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 

@@ -39,7 +39,8 @@ def _rows_at(base, row, outer, inner, HEADS: tl.constexpr):
     return base + at[:, None]
 
 
-# The row count must neither be a constant of a kernel nor choose between two compilations of it.
+# The row count itself is compiled into no kernel. It does choose ROWS, LAST, PDL and warps, thus
+# among compilations: none of them can change a bit, because every step of the tree adds two values.
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm(
     x,

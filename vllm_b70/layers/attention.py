@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_b70.compat.seams import require
-from vllm_b70.ops.attention import PARTITIONS, paged_attention
+from vllm_b70.ops.attention import LIMIT, PARTITIONS, paged_attention
 from vllm_b70.plugin import PluginError
 
 require("attention_metadata", "gpu_attention", "gpu_attention_metadata")
@@ -90,6 +90,13 @@ class RowInvariantAttentionBuilder(AttentionMetadataBuilder[Any]):
         pass
 
 
+def _verified_tokens() -> int:
+    """Tokens of a request that a step may verify."""
+    config = get_current_vllm_config_or_none()
+    speculative = None if config is None else config.speculative_config
+    return 1 + (0 if speculative is None else speculative.num_speculative_tokens or 0)
+
+
 def _says_something(value: Any) -> bool:
     """Whether an argument asks for a feature; vLLM's defaults are these."""
     return not (value is None or value is False or (isinstance(value, int) and value == -1))
@@ -128,6 +135,14 @@ class RowInvariantAttentionImpl(TritonAttentionImpl):
                     f"VLLM_B70=1 has no exact attention kernel for {what}: "
                     "use a model without it, or set VLLM_B70=0."
                 )
+        # Beyond, a verification would go to the kernel of prompts, where a draft that overflows
+        # spoils the rows before it.
+        group, tokens = num_heads // num_kv_heads, _verified_tokens()
+        if tokens * group > LIMIT:
+            raise PluginError(
+                f"VLLM_B70=1 verifies no {tokens - 1} drafts at once where {group} query heads "
+                f"share a key head: set num_speculative_tokens to at most {LIMIT // group - 1}."
+            )
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
             kv_cache_dtype, logits_soft_cap, AttentionType.DECODER, kv_sharing_target_layer_name,

@@ -16,6 +16,7 @@ from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.compat.seams import require
+from vllm_b70.layers.logits_processor import without_nan
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_linear, int4_quantise, int4_words  # noqa: F401
 
 require("mp_kernel_config")
@@ -150,7 +151,8 @@ class RowInvariantInt4LinearKernel(MPLinearKernel):
         raise NotImplementedError
 
     def best(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest of each row of ``multiply``, [M] fp32, and its lowest column, [M] int64."""
+        """The largest of each row of ``multiply``, [M] fp32, and its lowest column, [M] int64; a
+        NaN counts as minus infinity."""
         raise NotImplementedError
 
 
@@ -189,9 +191,8 @@ class CpuInt4LinearKernel(RowInvariantInt4LinearKernel):
         self.hold(layer, *int4_quantise.quantise_nibbles(weight, rows, group), None, group)
 
     def best(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.multiply(layer, x, None).float()
-        index = logits.argmax(dim=-1)
-        return logits.gather(-1, index[:, None])[:, 0], index
+        value, index = without_nan(self.multiply(layer, x, None)).max(dim=-1)
+        return value.float(), index
 
     def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         op = getattr(torch.ops.vllm_b70, self.op)

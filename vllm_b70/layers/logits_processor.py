@@ -15,7 +15,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_b70.compat.seams import require
 
-require("top_tokens")
+require("logits", "top_tokens")
 
 
 def without_nan(logits: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,8 @@ class RowInvariantLogitsProcessor(LogitsProcessor):
         hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The greedy token of each row, [M] int64: vLLM's own result without a row of logits.
+        """The greedy token of each row, [M] int64: that of ``forward``'s logits, of which there is
+        no row where the head's method can do without.
 
         Args:
             lm_head: The head, or this rank's shard of it.
@@ -58,13 +59,15 @@ class RowInvariantLogitsProcessor(LogitsProcessor):
         else:
             found = best(lm_head, hidden_states, embedding_bias)
         if found is None:
-            tokens: torch.Tensor = super().get_top_tokens(lm_head, hidden_states, embedding_bias)
-            return tokens
+            logits = self.forward(lm_head, hidden_states, embedding_bias, skip_gather=True)
+            assert logits is not None
+            columns = logits.shape[-1] - lm_head.shard_indices.num_org_vocab_padding
+            found = logits[..., :columns].max(dim=-1)
         value, index = found
         index = index + lm_head.shard_indices.org_vocab_start_index
         if lm_head.tp_size == 1:
             return index
-        values = tensor_model_parallel_all_gather(value[:, None], dim=-1)
+        values = tensor_model_parallel_all_gather(value[:, None].float(), dim=-1)
         indices = tensor_model_parallel_all_gather(index[:, None], dim=-1)
         # Ranks hold ascending columns and argmax takes the first of equals: the lowest column.
         return indices.gather(-1, values.argmax(dim=-1, keepdim=True))[:, 0]

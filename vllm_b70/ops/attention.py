@@ -14,7 +14,7 @@ from vllm_b70.ops import library, tiles
 #: program a row tile; the bits are the same.
 WORKSPACE = 128 * 2**20
 #: Rows (query tokens times query heads of a key head) up to which a sequence's parts run side by
-#: side: a verification of 17 tokens with 6 heads fits.
+#: side: a verification of 17 tokens with 6 heads fits. One with more rows is refused (layers).
 LIMIT = 128
 
 

@@ -231,7 +231,7 @@ def gemm_argmax(
     """The largest logit of each row and its lowest column, without a row of logits.
 
     As ``argmax`` over ``gemm``'s result: columns tie when their logits round to one value, the
-    lowest of them is taken, and the first NaN counts as the largest.
+    lowest of them is taken, and a NaN counts as minus infinity.
 
     Args:
         x: [M, K] bf16 or fp16.

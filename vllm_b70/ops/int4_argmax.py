@@ -78,7 +78,7 @@ def int4_argmax(
     """The largest logit of each row and its lowest column, over a symmetric 4-bit weight.
 
     As ``argmax`` over ``int4_gemm``'s result: columns tie when their logits round to one value, the
-    lowest of them is taken, and the first NaN counts as the largest.
+    lowest of them is taken, and a NaN counts as minus infinity.
 
     Args:
         x: [M, K] bf16 or fp16; K is a multiple of ``group``.

@@ -71,7 +71,7 @@ def int4_argmax(
     group_size: int,
     parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of a row of ``int4_linear`` and its lowest column; the first NaN is largest.
+    """The largest of a row of ``int4_linear`` and its lowest column; a NaN is minus infinity.
 
     Args: as for ``int4_linear``.
 

@@ -50,7 +50,7 @@ def linear(
 def linear_argmax(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of a row of ``linear`` and its lowest column; the first NaN counts as largest.
+    """The largest of a row of ``linear`` and its lowest column; a NaN counts as minus infinity.
 
     Args:
         x, weight, bias, parts: As for ``linear``.
@@ -62,11 +62,9 @@ def linear_argmax(
 
 
 def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each row, [M] fp32, and its lowest column; the first NaN counts as largest."""
+    """The largest of each row, [M] fp32, and its lowest column; a NaN counts as minus infinity."""
     logits = logits.float()
-    columns = []
-    for row in logits:
-        best = torch.where(row.isnan().any(), row.isnan(), row == row.max())
-        columns.append(best.nonzero()[0, 0])
+    logits = torch.where(logits.isnan(), float("-inf"), logits)
+    columns = [(row == row.max()).nonzero()[0, 0] for row in logits]
     index = torch.stack(columns) if columns else torch.zeros(0, dtype=torch.int64)
     return logits.gather(1, index[:, None])[:, 0], index
