@@ -29,6 +29,14 @@ def test_bad_arguments(change, message):
         gemm.gemm_argmax(**given, parts=1)
 
 
+@pytest.mark.parametrize("bk", [48, 256])
+def test_a_step_that_crosses_the_border_of_a_part_is_refused(bk):
+    x, weight = torch.zeros(1, 512), torch.zeros(64, 512)
+    done, out = torch.zeros(64, dtype=torch.int32), torch.zeros(1, 64)
+    with pytest.raises(ValueError, match=f"a step of {bk} values of k"):
+        gemm.launch(x, weight, None, done, out, 1, tiles.Tile("walk", 64, 16, 4, 3, bk))
+
+
 def test_no_rows():
     done = torch.zeros(gemm.counters(64), dtype=torch.int32)
     assert gemm.gemm(half(0, 256), half(64, 256), None, done, 0).shape == (0, 64)

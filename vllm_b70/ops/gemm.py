@@ -59,7 +59,16 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> tuple[
 def _constants(
     x: torch.Tensor, bias: torch.Tensor | None, parts: int, tile: tiles.Tile, tensor: bool
 ) -> dict[str, Any]:
-    """What every kernel of ``kernels.linear`` that multiplies is compiled for."""
+    """What every kernel of ``kernels.linear`` that multiplies is compiled for.
+
+    Raises:
+        ValueError: The tile's steps of k would cross the border of a part.
+    """
+    if UNIT % tile.bk:
+        raise ValueError(
+            f"a tile has a step of {tile.bk} values of k, but parts begin at multiples of {UNIT}: "
+            "use a step that divides it"
+        )
     return dict(
         PARTS=parts,
         BN=tile.bn,
