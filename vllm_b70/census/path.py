@@ -29,7 +29,7 @@ from vllm_b70.census.steps import PROMPTS, TAIL, StepProbe
 from vllm_b70.census.verdict import Probe, Verdict
 from vllm_b70.compat.seams import require
 from vllm_b70.layers.gated_delta_net import RowInvariantGatedDeltaNet
-from vllm_b70.layers.linear import INT4_METHODS
+from vllm_b70.ops import gemm, int4_gemm, tiles
 
 require("norms_and_rotary")
 
@@ -75,6 +75,22 @@ def find(
     for probe in finder.samplers():
         found.setdefault((probe.op, probe.shape), probe)
     return list(found.values())
+
+
+def find_of_draft(
+    model: torch.nn.Module, config: VllmConfig, device: torch.device, memory: int = MOST
+) -> list[Probe]:
+    """What a draft model runs, for ``census.warm_up``; arguments as for ``find``."""
+    finder = _Finder(config, device, memory)
+    return [*finder.probes(model), finder.draft_tokens(model)]
+
+
+def launches_of(most: int, plan: tiles.Plan | None = None) -> tuple[int, ...]:
+    """Row counts up to ``most`` that stand for all launches of an op: those of the tiles, if it has
+    a table, and powers of two with the count after each, for what else follows the rows."""
+    powers = [2**k for k in range(most.bit_length())]
+    found = {n for power in powers for n in (power, power + 1) if n <= most} | {most}
+    return tuple(sorted(found.union(() if plan is None else plan.row_counts(most))))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -154,6 +170,7 @@ class _Finder:
         results: int,
         cost: int,
         rows: int | None = None,
+        plan: tiles.Plan | None = None,
     ) -> RowProbe:
         """A row probe whose inputs are random, each of a size a row.
 
@@ -162,15 +179,18 @@ class _Finder:
             sizes: Of the inputs.
             results: Values of a row of the results.
             rows: The most rows; None for those of a prompt's step.
+            plan: The tiles by row count, if the op has some.
         """
+        rows = rows or self.tokens
         width = 4 * max(results, *(math.prod(s) if isinstance(s, tuple) else s for s in sizes))
 
         def inputs(count: int, seed: int) -> Tensors:
             return tuple(self.random(count, size, seed + 10 * i) for i, size in enumerate(sizes))
 
         return RowProbe(
-            op, f"{shape} {_name(self.dtype)}", rows or self.tokens, cost, width,
-            self.device, inputs, run, self.special, self.memory,
+            op, f"{shape} {_name(self.dtype)}", rows, cost, width, self.device, inputs, run,
+            self.special, self.memory,
+            launches_of(rows, plan),
         )  # fmt: skip
 
     def random(
@@ -188,7 +208,8 @@ class _Finder:
         depth = getattr(layer, "input_size_per_partition", layer.input_size)
         columns = getattr(layer, "output_size_per_partition", layer.output_size)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-        int4 = type(layer.quant_method).__name__ in INT4_METHODS
+        # A draft layer's is quantised by a method of its own.
+        int4 = hasattr(layer, "b70_scale")
         shape = f"{columns}x{depth}"
         if int4:
             zero = getattr(layer, "b70_zero", getattr(layer, "b70_offset", None))
@@ -201,7 +222,7 @@ class _Finder:
 
         return self.rows(
             "int4_linear" if int4 else "linear", shape, run, depth, results=columns,
-            cost=depth * columns,
+            cost=depth * columns, plan=self.plan(columns, depth, layer.b70_scale if int4 else None),
         )  # fmt: skip
 
     def sum_over_cards(self, columns: int, cards: int) -> Probe:
@@ -234,7 +255,35 @@ class _Finder:
 
         return self.rows(
             "lm_head", f"{columns}x{depth}", run, depth, results=columns, cost=depth * columns,
-            rows=self.sampled,
+            rows=self.sampled, plan=self.plan(columns, depth),
+        )  # fmt: skip
+
+    def plan(self, columns: int, depth: int, scale: torch.Tensor | None = None) -> tiles.Plan:
+        """The tiles of a weight; an INT4 one has scales, a row for each group."""
+        if scale is None:
+            return gemm.plan(self.device, columns, depth)
+        family = tiles.family(self.device)
+        return tiles.plan(int4_gemm.OP, family, columns, depth, len(scale))
+
+    def draft_tokens(self, model: Any) -> Probe:
+        """The draft model's head as drafts are made with it: its argmax, or a row of logits.
+
+        Not a probe of the census: the target verifies what it gives.
+        """
+        head = getattr(model, "draft_head", None)
+        head = model.lm_head if head is None else head
+        greedy = self.config.speculative_config.use_local_argmax_reduction
+
+        def run(x: torch.Tensor) -> Tensors:
+            best = getattr(head.quant_method, "best", None) if greedy else None
+            found = None if best is None else best(head, x, None)
+            return (head.quant_method.apply(head, x, bias=None),) if found is None else found
+
+        size = self.config.model_config.get_hidden_size()
+        columns = self.config.model_config.get_vocab_size()
+        return self.rows(
+            "draft_tokens", f"{columns}x{size}", run, size, results=columns, cost=columns * size,
+            rows=self.requests,
         )  # fmt: skip
 
     def norm(self, module: Any, residual: bool) -> Probe:
@@ -285,6 +334,7 @@ class _Finder:
         return RowProbe(
             "norms_and_rotary", f"{heads}+{kv}x{size} {_name(self.dtype)}", self.tokens,
             4 * columns, 4 * columns, self.device, inputs, run, self.special, self.memory,
+            launches_of(self.tokens),
         )  # fmt: skip
 
     def silu_and_mul(self, layer: Any) -> Probe:
@@ -387,5 +437,5 @@ class _Finder:
 
         yield RowProbe(
             "sampler", f"{columns} float32", self.sampled, 8 * columns, 4 * columns, self.device,
-            inputs, run, self.special, self.memory,
+            inputs, run, self.special, self.memory, launches_of(self.sampled),
         )  # fmt: skip

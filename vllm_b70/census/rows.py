@@ -44,6 +44,7 @@ class RowProbe:
         run: Calls the installed implementation; its results have the rows first too.
         special: Row counts to try besides, e.g. those of captured graphs.
         memory: Bytes that the inputs of a call, or its results, may have; see ``census.memory``.
+        launches: Row counts that stand for all launches of its kernels.
     """
 
     op: str
@@ -56,6 +57,7 @@ class RowProbe:
     run: Callable[..., Tensors]
     special: tuple[int, ...] = ()
     memory: int = MOST
+    launches: tuple[int, ...] = ()
 
     @property
     def least_memory(self) -> int:

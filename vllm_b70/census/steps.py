@@ -102,7 +102,7 @@ class StepProbe:
         return judge_steps(self)
 
 
-class _Request:
+class Request:
     """One request as it goes along its stream."""
 
     def __init__(self, slot: int, stream: int, prompts: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class _Judge:
         """The results of a stream by itself, prompt whole, then token by token."""
         results = []
         with self.probe.session(1, self.streams) as session:
-            request = _Request(0, stream, self.probe.prompts)
+            request = Request(0, stream, self.probe.prompts)
             results.append(session.step([request.chunk(request.prompt)], 0))
             while request.left:
                 results.append(session.step([request.verify(1)], 0))
@@ -186,7 +186,7 @@ def judge_steps(probe: StepProbe) -> Verdict:
 def _alone_at_width(judge: _Judge, stream: int, width: int) -> None:
     """A stream by itself, its prompt cut and its tail verified so many tokens at a time."""
     with judge.probe.session(1, judge.streams) as session:
-        request, steps = _Request(0, stream, judge.probe.prompts), 0
+        request, steps = Request(0, stream, judge.probe.prompts), 0
         while request.position < request.prompt:
             piece = request.chunk(1 + width % 8)
             judge.step(session, [piece], "a prompt's chunk of {} rows", piece.tokens, 0)
@@ -211,9 +211,9 @@ def _in_company(judge: _Judge) -> None:
     with judge.probe.session(probe.requests, judge.streams) as session:
         # The last one is poisoned, if there are two.
         kinds, prompts = len(probe.prompts), probe.prompts
-        requests = [_Request(slot, slot % kinds, prompts) for slot in range(probe.requests)]
+        requests = [Request(slot, slot % kinds, prompts) for slot in range(probe.requests)]
         if len(requests) > 1:
-            requests[-1] = _Request(len(requests) - 1, kinds, prompts)
+            requests[-1] = Request(len(requests) - 1, kinds, prompts)
         for count in counts:
             if sum(min(WIDEST, r.left) for r in requests) < count:
                 _refill(judge, session, requests, draw)
@@ -223,11 +223,11 @@ def _in_company(judge: _Judge) -> None:
             judge.step(session, pieces, "steps of {} rows", count, pad)
 
 
-def _refill(judge: _Judge, session: Session, requests: list[_Request], draw: random.Random) -> None:
+def _refill(judge: _Judge, session: Session, requests: list[Request], draw: random.Random) -> None:
     """Whoever is nearly done leaves and another comes; prompts run beside the others' decodes."""
     for i, request in enumerate(requests):
         if 0 < request.left < WIDEST or request.position == request.prompt + TAIL:
-            requests[i] = _Request(request.slot, request.stream, judge.probe.prompts)
+            requests[i] = Request(request.slot, request.stream, judge.probe.prompts)
     while any(request.position < request.prompt for request in requests):
         pieces = []
         for request in draw.sample(requests, len(requests)):
@@ -239,7 +239,7 @@ def _refill(judge: _Judge, session: Session, requests: list[_Request], draw: ran
         judge.step(session, pieces, "prompts and decodes in steps of {} rows", rows, 0)
 
 
-def _exactly(requests: list[_Request], count: int, depth: int, draw: random.Random) -> list[Piece]:
+def _exactly(requests: list[Request], count: int, depth: int, draw: random.Random) -> list[Piece]:
     """Rows past their prompt of some requests, so many in all."""
     pieces: list[Piece] = []
     ready = draw.sample([r for r in requests if r.left], sum(r.left > 0 for r in requests))

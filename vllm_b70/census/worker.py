@@ -1,4 +1,4 @@
-"""A census between the loading of weights and everything that runs the model."""
+"""A census, and a warm-up on a GPU, between the loading of weights and all that runs the model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,31 @@ class CensusMixin:
             from vllm_b70.census.census import certify
 
             certify(self.take_census, mode)
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Have the kernels of a GPU compiled before anybody waits for them."""
+        worker: Any = self
+        if worker.device.type == "cpu":
+            return
+        from vllm_b70.census.warm_up import warm_up
+
+        self._settle_block_size()
+        draft = getattr(getattr(worker.model_runner, "speculator", None), "model", None)
+        warm_up(worker.get_model(), draft, worker.vllm_config, worker.device)
 
     def take_census(self, anew: bool = False) -> Any:
         """The certificate of the loaded model; see ``census.take``. Drafts are verified by it, so
         that nothing in the draft model can change a token."""
-        from vllm.platforms import current_platform
-
         from vllm_b70.census.census import take
 
         worker: Any = self
-        # Blocks of the KV cache grow to the page of a recurrent state. The executor settles that
-        # only when load_model is done, from what is known here already; twice gives the same.
-        current_platform.update_block_size_for_backend(worker.vllm_config)
+        self._settle_block_size()
         return take([worker.get_model()], worker.vllm_config, worker.device, anew)
+
+    def _settle_block_size(self) -> None:
+        """Blocks of the KV cache grow to the page of a recurrent state. The executor settles that
+        only when load_model is done, from what is known before; twice gives the same."""
+        from vllm.platforms import current_platform
+
+        current_platform.update_block_size_for_backend(self.vllm_config)  # type: ignore[attr-defined]
