@@ -729,7 +729,23 @@ def _drafting(config: VllmConfig) -> list[Row]:
     return [
         Row("draft head", head, f"{tokens}; a copy, the target keeps its own"),
         Row("draft layer", layer, "drafts are proposals: no choice here changes a token"),
+        *_draft_history(config),
     ]
+
+
+def _draft_history(config: VllmConfig) -> list[Row]:
+    """The memory that a drafter which may skip steps keeps for catching up."""
+    if not _skips(config):
+        return []
+    from vllm_b70.speculation.draft_history import DraftHistory
+    from vllm_b70.speculation.draft_lag import WINDOW
+
+    model, requests = config.model_config, config.scheduler_config.max_num_seqs
+    axes = 3 if model.uses_mrope and not config.use_v2_model_runner else 1
+    length = WINDOW + _max_draft_depth(config)
+    size = DraftHistory.size(requests, length, model.get_hidden_size(), model.dtype, axes)
+    what = f"for catching up on skipped steps, {length} positions of each of {requests} requests"
+    return [Row("draft history", f"{size / 2**20:.0f} MiB", what)]
 
 
 def _show(rows: list[Row], caution: str | None) -> None:
