@@ -176,6 +176,19 @@ def settled(config):
     return cache.block_size
 
 
+def warmed_up(worker, config, probes):
+    """How often the warm-up of a GPU's worker would call each op; raises where a call fails."""
+    from vllm_b70.census.path import find_of_draft
+    from vllm_b70.census.warm_up import launch
+
+    runner = worker.model_runner
+    drafter = getattr(runner, "speculator", None) or runner.drafter
+    probes = [*probes, *find_of_draft(drafter.model, config, worker.device)]
+    # What draws the drafts is a leaf that no probe of the census knows.
+    calls = [(probe.op, launch(probe, 32)) for probe in probes if probe.op != "DraftHead"]
+    print("WARMED", json.dumps(calls), flush=True)
+
+
 def main(model, device, repeats, plants):
     from vllm_b70.census.path import find
 
@@ -195,6 +208,7 @@ def main(model, device, repeats, plants):
                 assert f" block {block} " in probe.shape
                 # A request of the longest stream goes on into a second block.
                 assert block < probe.prompts[-1] + 24 and probe.prompts[-1] % block
+        warmed_up(worker, config, probes)
         print("LOADED", round(time.perf_counter() - begun, 1), flush=True)
         # Twice: the first time kernels are compiled.
         for case in ("unbroken", "warm"):

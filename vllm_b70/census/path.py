@@ -7,7 +7,8 @@ op by its name. What the census does not know it refuses, so that nothing passes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,13 +69,8 @@ def find(
         memory: Bytes that the inputs of a call, or its results, may have; see ``census.memory``.
     """
     finder = _Finder(config, device, memory)
-    found: dict[tuple[str, str], Probe] = {}
-    for model in models:
-        for probe in finder.probes(model):
-            found.setdefault((probe.op, probe.shape), probe)
-    for probe in finder.samplers():
-        found.setdefault((probe.op, probe.shape), probe)
-    return list(found.values())
+    of_models = (probe for model in models for probe in finder.probes(model))
+    return distinct(chain(of_models, finder.samplers()))
 
 
 def find_of_draft(
@@ -82,7 +78,15 @@ def find_of_draft(
 ) -> list[Probe]:
     """What a draft model runs, for ``census.warm_up``; arguments as for ``find``."""
     finder = _Finder(config, device, memory)
-    return [*finder.probes(model), finder.draft_tokens(model)]
+    return distinct(chain(finder.probes(model), [finder.draft_tokens(model)]))
+
+
+def distinct(probes: Iterable[Probe]) -> list[Probe]:
+    """The first probe of each op and shape."""
+    found: dict[tuple[str, str], Probe] = {}
+    for probe in probes:
+        found.setdefault((probe.op, probe.shape), probe)
+    return list(found.values())
 
 
 def launches_of(most: int, plan: tiles.Plan | None = None) -> tuple[int, ...]:

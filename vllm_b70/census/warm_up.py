@@ -17,7 +17,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from vllm_b70.census import memory
-from vllm_b70.census.path import find, find_of_draft
+from vllm_b70.census.path import distinct, find, find_of_draft
 from vllm_b70.census.rows import RowProbe
 from vllm_b70.census.steps import TAIL, Request, StepProbe
 from vllm_b70.census.verdict import SEEDS
@@ -42,14 +42,12 @@ def warm_up(model: Any, draft: Any, config: VllmConfig, device: torch.device) ->
     with set_current_vllm_config(config), torch.compiler.set_stance("force_eager"):
         probes = find([model], config, device, allowed)
         if draft is not None:
-            known = {(probe.op, probe.shape) for probe in probes}
-            of_draft = find_of_draft(draft, config, device, allowed)
-            probes += [probe for probe in of_draft if (probe.op, probe.shape) not in known]
+            probes = distinct([*probes, *find_of_draft(draft, config, device, allowed)])
         for probe in probes:
             try:
                 if probe.least_memory > allowed:
                     raise ValueError("too little memory is left beside the weights")
-                made = _launch(probe, config.scheduler_config.max_num_seqs)
+                made = launch(probe, config.scheduler_config.max_num_seqs)
                 calls, ops = calls + made, ops + (made > 0)
             except Exception as error:
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -65,7 +63,8 @@ def warm_up(model: Any, draft: Any, config: VllmConfig, device: torch.device) ->
     )  # fmt: skip
 
 
-def _launch(probe: Any, sequences: int) -> int:
+def launch(probe: Any, sequences: int) -> int:
+    """Make a probe's launches, with at most so many sequences in a step; how many there were."""
     if isinstance(probe, RowProbe):
         return launch_rows(probe)
     return launch_steps(probe, sequences) if isinstance(probe, StepProbe) else 0
