@@ -328,6 +328,8 @@ class ExactPolicy:
     vllm_b70 = True
     #: What a user of this device has to know before relying on it; logged under the table.
     caution: str | None = None
+    #: Whether kernels are compiled at their first launch, so that a worker has to make it.
+    warms_up = False
     #: How many cards the route covers.
     cards: tuple[int, ...] = (1,)
 
@@ -358,7 +360,7 @@ class ExactPolicy:
             depth_metrics.apply()
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        _choose_worker(vllm_config)
+        _choose_worker(vllm_config, cls.warms_up)
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -468,6 +470,7 @@ INDUCTOR = {
 class GpuPolicy(ExactPolicy):
     """What the route on CUDA and XPU needs besides."""
 
+    warms_up = True
     caution = (
         "the exact route on a GPU is new: its kernels are exact by construction and were compared "
         "on one H200 only; the census certifies each op at start, not what torch.compile makes "
@@ -685,14 +688,21 @@ def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
     return None
 
 
-def _choose_worker(config: VllmConfig) -> None:
-    """Let vLLM's worker take the census, and skip draft steps where the schedule has depth 0."""
+def _choose_worker(config: VllmConfig, warms_up: bool) -> None:
+    """Let vLLM's worker take the census, warm up, and skip draft steps where the schedule has
+    depth 0."""
     parallel = config.parallel_config
     census, skipping = current().census != "off", _skips(config)
-    if not census and not skipping:
+    if not census and not skipping and not warms_up:
         return
-    ours = workers.over(parallel.worker_cls, census=census, skipping=skipping)
-    if ours is None:
+    # One class takes the census and warms up.
+    ours = workers.over(parallel.worker_cls, census=census or warms_up, skipping=skipping)
+    if ours is None and not census and not skipping:
+        logger.warning(
+            "vllm_b70: --worker-cls %s does not warm up, so that kernels are compiled while "
+            "requests wait", parallel.worker_cls,
+        )  # fmt: skip
+    elif ours is None:
         _refuse(
             f"--worker-cls {parallel.worker_cls}",
             "the census at start, and a schedule with depth 0, need a worker class of their own",
@@ -719,7 +729,23 @@ def _drafting(config: VllmConfig) -> list[Row]:
     return [
         Row("draft head", head, f"{tokens}; a copy, the target keeps its own"),
         Row("draft layer", layer, "drafts are proposals: no choice here changes a token"),
+        *_draft_history(config),
     ]
+
+
+def _draft_history(config: VllmConfig) -> list[Row]:
+    """The memory that a drafter which may skip steps keeps for catching up."""
+    if not _skips(config):
+        return []
+    from vllm_b70.speculation.draft_history import DraftHistory
+    from vllm_b70.speculation.draft_lag import WINDOW
+
+    model, requests = config.model_config, config.scheduler_config.max_num_seqs
+    axes = 3 if model.uses_mrope and not config.use_v2_model_runner else 1
+    length = WINDOW + _max_draft_depth(config)
+    size = DraftHistory.size(requests, length, model.get_hidden_size(), model.dtype, axes)
+    what = f"for catching up on skipped steps, {length} positions of each of {requests} requests"
+    return [Row("draft history", f"{size / 2**20:.0f} MiB", what)]
 
 
 def _show(rows: list[Row], caution: str | None) -> None:

@@ -1,8 +1,8 @@
 """vLLM's workers with what the route adds to them.
 
 Official seam: ``parallel_config.worker_cls``, which the platform sets to the name here of a class
-over the one that vLLM picked: with a census once the weights are loaded (``census.worker``), with a
-drafter that may skip steps (``speculation.workers``), or with both.
+over the one that vLLM picked: with a census once the weights are loaded, and on a GPU a warm-up
+(``census.worker``), with a drafter that may skip steps (``speculation.workers``), or with both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def over(worker: str, *, census: bool = False, skipping: bool = False) -> str | 
 
     Args:
         worker: Qualified name of one of vLLM's workers, or of one of ours.
-        census: Take a census.
+        census: Take a census, if the switch says so, and warm up.
         skipping: With a drafter that may skip steps.
 
     Returns:

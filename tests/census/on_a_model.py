@@ -165,6 +165,30 @@ def stock(models, probe, config):
     return None
 
 
+def settled(config):
+    """The block size that will be served, which the executor has settled; asking again keeps it."""
+    from vllm.platforms import current_platform
+
+    cache = config.cache_config
+    served = cache.block_size, cache.mamba_page_size_padded
+    current_platform.update_block_size_for_backend(config)
+    assert (cache.block_size, cache.mamba_page_size_padded) == served
+    return cache.block_size
+
+
+def warmed_up(worker, config, probes):
+    """How often the warm-up of a GPU's worker would call each op; raises where a call fails."""
+    from vllm_b70.census.path import find_of_draft
+    from vllm_b70.census.warm_up import launch
+
+    runner = worker.model_runner
+    drafter = getattr(runner, "speculator", None) or runner.drafter
+    probes = [*probes, *find_of_draft(drafter.model, config, worker.device)]
+    # What draws the drafts is a leaf that no probe of the census knows.
+    calls = [(probe.op, launch(probe, 32)) for probe in probes if probe.op != "DraftHead"]
+    print("WARMED", json.dumps(calls), flush=True)
+
+
 def main(model, device, repeats, plants):
     from vllm_b70.census.path import find
 
@@ -178,6 +202,13 @@ def main(model, device, repeats, plants):
     models = [worker.get_model()]
     with torch.inference_mode(), set_current_vllm_config(config):
         probes = find(models, config, worker.device)
+        block = settled(config)
+        for probe in probes:
+            if probe.op == "attention":
+                assert f" block {block} " in probe.shape
+                # A request of the longest stream goes on into a second block.
+                assert block < probe.prompts[-1] + 24 and probe.prompts[-1] % block
+        warmed_up(worker, config, probes)
         print("LOADED", round(time.perf_counter() - begun, 1), flush=True)
         # Twice: the first time kernels are compiled.
         for case in ("unbroken", "warm"):

@@ -116,7 +116,7 @@ def test_a_damaged_file_is_said_to_be(damage):
 class Counted:
     """A probe that says how often it was asked."""
 
-    op, shape, asked = "linear", "8x8", 0
+    op, shape, asked, least_memory = "linear", "8x8", 0, 0
 
     def judge(self):
         self.asked += 1
@@ -126,7 +126,7 @@ class Counted:
 @pytest.fixture
 def taken(monkeypatch):
     probe = Counted()
-    monkeypatch.setattr(census, "find", lambda models, config, device: [probe])
+    monkeypatch.setattr(census, "find", lambda *_: [probe])
     monkeypatch.setattr(census, "limits", lambda config: {})
     monkeypatch.setattr(census, "set_current_vllm_config", lambda config: nullcontext())
     return probe
@@ -160,7 +160,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(taken, caplog, root):
 
 def test_an_op_that_raises_is_a_failure_that_says_what_it_raised(monkeypatch, root):
     class Broken:
-        op, shape, device = "norm", "8", CPU
+        op, shape, device, least_memory = "norm", "8", CPU, 0
 
         def judge(self):
             raise RuntimeError("out of\nmemory")
@@ -187,6 +187,8 @@ def test_strict_stops_with_one_sentence_and_warn_says_the_same(caplog):
 
 @pytest.mark.parametrize(("mode", "asked"), [("strict", 1), ("warn", 1), ("off", 0)])
 def test_the_worker_asks_once_its_weights_are_loaded(mode, asked, monkeypatch):
+    from vllm.platforms import current_platform
+
     from vllm_b70.census import worker
     from vllm_b70.settings import Settings
 
@@ -211,9 +213,14 @@ def test_the_worker_asks_once_its_weights_are_loaded(mode, asked, monkeypatch):
 
     monkeypatch.setattr(census, "take", take)
     monkeypatch.setattr(worker, "current", lambda: Settings(census=mode))
+    monkeypatch.setattr(
+        type(current_platform),
+        "update_block_size_for_backend",
+        staticmethod(lambda config: events.append("block size")),
+    )
     if mode == "strict":
         with pytest.raises(census.CensusError):
             Worker().load_model(load_dummy_weights=False)
     else:
         Worker().load_model(load_dummy_weights=False)
-    assert events == ["loaded"] + ["asked"] * asked
+    assert events == ["loaded"] + ["block size", "asked"] * asked

@@ -1,6 +1,7 @@
 """The two judges, over ops of a few lines: what they pass, and what they must catch."""
 
 import contextlib
+import types
 from dataclasses import replace
 
 import pytest
@@ -230,5 +231,40 @@ def test_a_cut_of_the_prompt_is_caught():
     assert "a prompt's chunk" in recurrence(Cut).judge().differs
 
 
+@pytest.mark.parametrize(
+    ("block", "most", "longest"),
+    [(16, 1024, 500), (528, 1024, 516), (784, 32768, 772), (784, 790, 500), (512, 524, 500)],
+)
+def test_the_longest_prompt_goes_on_into_a_second_block(block, most, longest):
+    """A block of a 9B has 528 tokens, more than the longest prompt elsewhere."""
+    pytest.importorskip("vllm")
+    from vllm_b70.census import path
+
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=most))
+    finder = types.SimpleNamespace(config=config)
+    assert path._Finder.over_a_block(finder, block) == (*PROMPTS[:-1], longest)
+
+
 def test_spans():
     assert spans([]) == "" and spans([3]) == "3" and spans([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+
+
+def test_logits_that_tie_are_among_what_the_sampler_is_asked():
+    """A sampler that takes the last of equals at some row counts differs only where rows tie."""
+    pytest.importorskip("vllm")
+    from vllm_b70.census import path
+
+    finder = object.__new__(path._Finder)
+    model = types.SimpleNamespace(get_vocab_size=lambda: 1024)
+    finder.config = types.SimpleNamespace(model_config=model, use_v2_model_runner=False)
+    finder.device, finder.sampled, finder.special, finder.memory = CPU, 40, (), 2**29
+    (probe,) = finder.samplers()
+    assert probe.judge().exact
+    (x,) = probe.inputs(40, 1)
+    assert path._ties(x).tolist() == [False, True] * 20
+
+    def last_of_equals(x):
+        tokens = 1023 - x.flip(-1).argmax(-1) if len(x) in range(5, 9) else x.argmax(-1)
+        return (tokens,)
+
+    assert "5-8 rows" in replace(probe, run=last_of_equals).judge().differs

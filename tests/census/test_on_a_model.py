@@ -32,7 +32,10 @@ def results(tmp_path_factory):
     )
     lines = [line[7:] for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in lines]
+    (calls,) = [line[7:] for line in run.stdout.splitlines() if line.startswith("WARMED ")]
+    return [json.loads(line) for line in lines] + [
+        {"case": "warmed", "op": op, "calls": count} for op, count in json.loads(calls)
+    ]
 
 
 def of(results, case):
@@ -44,6 +47,12 @@ def test_every_op_on_the_path_is_exact(results):
     assert {result["op"] for result in found} == OPS
     assert [result for result in found if not result["exact"]] == []
     assert all(result["calls"] > 50 for result in found), "a census that asks little shows little"
+
+
+def test_the_warm_up_has_every_op_and_those_of_the_draft_model(results):
+    found = of(results, "warmed")
+    assert {result["op"] for result in found} == OPS | {"draft_tokens"}
+    assert all(result["calls"] >= 10 for result in found)
 
 
 def test_it_passes_twenty_times_and_once_more_after_the_faults(results):

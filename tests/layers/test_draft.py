@@ -126,6 +126,13 @@ def test_what_cannot_be_honoured_is_one_sentence(target, group, listed, what):
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
 
 
+def test_weights_that_are_loaded_again_are_refused_with_one_sentence():
+    head = draft_head(target_head(tensor(70, 128)))
+    with pytest.raises(PluginError, match="weights are loaded again.*start the server") as error:
+        head.quant_method.process_weights_after_loading(head)
+    assert "\n" not in str(error.value)
+
+
 class Layer(LinearBase):
     """A linear as vLLM's loader leaves it."""
 

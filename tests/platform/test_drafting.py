@@ -16,6 +16,7 @@ from vllm_b70.speculation import shortlist
 
 def config(model="model", speculative=True, **change):
     given = {"draft_sample_method": "greedy", "enable_adaptive_verification": False}
+    given["num_speculative_tokens_per_batch_size"] = None
     drafting = types.SimpleNamespace(use_local_argmax_reduction=False, **given | change)
     return types.SimpleNamespace(
         speculative_config=drafting if speculative else None,

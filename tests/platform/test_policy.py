@@ -190,6 +190,15 @@ def test_every_worker_takes_the_census_and_only_a_schedule_with_depth_0_has_one_
     assert names == every | {"schedule": "CensusSkippingCpuWorker"}
 
 
+def test_what_catching_up_costs_is_in_the_table(results):
+    rows = {
+        case: {row["setting"]: row for row in results[case]["policy"]}.get("draft history")
+        for case in ACCEPTED
+    }
+    assert [case for case, row in rows.items() if row] == ["schedule"]
+    assert "259 positions of each of" in rows["schedule"]["why"]
+
+
 def test_the_execution_mode_is_the_users(results):
     assert results["plain"]["mode"] == "DYNAMO_TRACE_ONCE"
     assert results["eager"]["mode"] == "NONE"

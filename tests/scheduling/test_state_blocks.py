@@ -32,8 +32,8 @@ vllm = pytest.importorskip("vllm")
 BLOCK, GROUPS = 16, 2
 
 
-def scheduler(blocks, schedule=SCHEDULE):
-    """Our scheduler with vLLM's cache manager: one group of attention, two of state."""
+def scheduler(blocks, schedule=SCHEDULE, states=GROUPS):
+    """Our scheduler with vLLM's cache manager: one group of attention, some of state."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -54,7 +54,7 @@ def scheduler(blocks, schedule=SCHEDULE):
         block_size=256, shapes=((8,),), dtypes=(torch.float32,), num_speculative_blocks=3
     )
     groups = [KVCacheGroupSpec(["a"], attention)]
-    groups += [KVCacheGroupSpec([f"s{i}"], state) for i in range(GROUPS)]
+    groups += [KVCacheGroupSpec([f"s{i}"], state) for i in range(states)]
     manager = KVCacheManager(
         KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups),
         max_model_len=256,
@@ -126,6 +126,12 @@ def test_without_a_schedule_vllm_reserves_for_everybody():
     assert made.kv_cache_manager.allocate_slots(request("r"), 8, num_lookahead_tokens=1)
     mamba = made.kv_cache_manager.coordinator.single_type_managers[1:]
     assert [len(state.req_to_blocks["r"]) for state in mamba] == [4, 4]
+
+
+def test_a_model_without_recurrent_layers_has_nothing_to_reserve():
+    made = scheduler(1000, states=0)
+    assert not made._states
+    assert made.kv_cache_manager.allocate_slots(request("r"), 8, num_lookahead_tokens=1)
 
 
 def test_a_request_that_moves_up_gets_more():

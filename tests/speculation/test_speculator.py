@@ -215,3 +215,23 @@ def test_dummy_and_profiling_runs_leave_no_trace(monkeypatch):
     for flags in ({"dummy_run": True}, {"is_profile": True}):
         drafts = skipping.propose(types.SimpleNamespace(num_reqs=1), *[None] * 10, **flags)
         assert drafts == "stock"
+
+
+def test_a_rejected_row_is_never_replayed_over_a_later_one():
+    """A step that ran has written the position since; the record still had the rejected draft."""
+    script = Script()
+    script.step({0: (9, 0)}, 3, prompts=(0,))
+    script.step({0: (4, 3)}, 0)
+    script.step({0: (1, 0)}, 3)
+    script.step({0: (4, 3)}, 0)
+    script.step({0: (1, 0)}, 3)
+    assert not script.missing(0)
+
+
+def test_nor_over_one_that_ran_beside_a_prompt():
+    script = Script()
+    script.step({0: (9, 0)}, 3, prompts=(0,))
+    script.step({0: (4, 3)}, 0)
+    script.step({0: (1, 0), 3: (30, 0)}, 0, prompts=(3,))
+    script.step({0: (1, 0)}, 3)
+    assert not script.missing(0)

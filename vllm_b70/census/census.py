@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from vllm_b70.census import certificate as certificates
+from vllm_b70.census import memory
 from vllm_b70.census.certificate import Certificate
 from vllm_b70.census.path import find
+from vllm_b70.census.ranks import least
 from vllm_b70.census.verdict import Probe, Verdict
 
 # A child of vLLM's logger, so that the user's logging configuration applies.
@@ -20,7 +22,7 @@ logger = logging.getLogger("vllm.vllm_b70")
 
 
 class CensusError(RuntimeError):
-    """An op on the path is not exact on this device."""
+    """An op on the path is not exact on this device, or could not be asked."""
 
 
 def limits(config: VllmConfig) -> dict[str, Any]:
@@ -61,11 +63,16 @@ def take(
 
     Returns:
         The certificate, which is also kept; its failures are for the caller to judge.
+
+    Raises:
+        CensusError: Not even the smallest calls fit the device's memory.
     """
     begun = time.perf_counter()
+    allowed = memory.of_device(device)
     with set_current_vllm_config(config):
-        probes = find(models, config, device)
-        key = certificates.make_key(device, probes, limits(config))
+        probes = find(models, config, device, allowed)
+        _check_memory(probes, allowed, device)
+        key = certificates.make_key(device, probes, limits(config) | {"memory": allowed})
         if not anew:
             kept, wrong = certificates.load(key)
             if wrong:
@@ -73,7 +80,8 @@ def take(
                     "vllm_b70: the census's certificate %s is damaged (%s): running it again",
                     certificates.path_of(key), wrong,
                 )  # fmt: skip
-            if kept is not None:
+            # A sum over cards is asked by all of them or by none.
+            if least(int(kept is not None)) and kept is not None:
                 _say(kept, f"certified before, {certificates.path_of(key)}", begun)
                 return kept
         # In compiled mode vLLM would compile each of its own ops by itself for these calls alone,
@@ -81,9 +89,7 @@ def take(
         with torch.compiler.set_stance("force_eager"):
             verdicts = tuple(_judge(probe) for probe in probes)
     # What the probes allocated must not count when vLLM sizes the KV cache.
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    memory.release(device)
     found = Certificate(key, verdicts, time.perf_counter() - begun)
     try:
         where = str(certificates.save(found))
@@ -94,12 +100,45 @@ def take(
     return found
 
 
+def _check_memory(probes: list[Probe], allowed: int, device: torch.device) -> None:
+    """Raise if some probe cannot be asked in what is left of the memory."""
+    largest = max(probes, key=lambda probe: probe.least_memory, default=None)
+    if largest is not None and largest.least_memory > allowed:
+        needed = memory.HELD * largest.least_memory
+        raise CensusError(
+            f"the census needs about {-(-needed // 2**20)} MiB of {device} beside the weights for "
+            f"{largest.op} {largest.shape}, and {memory.HELD * allowed // 2**20} to "
+            f"{2 * memory.HELD * allowed // 2**20} MiB are free: end what else uses the device or "
+            "spread the weights over two cards; VLLM_B70_CENSUS=off serves without a census."
+        )
+
+
 def _say(found: Certificate, where: str, begun: float) -> None:
     logger.info(
         "vllm_b70: census: %d of %d ops and shapes exact on %s, %.1f s (%s)",
         len(found.verdicts) - len(found.failures), len(found.verdicts),
         found.key["device"]["name"], time.perf_counter() - begun, where,
     )  # fmt: skip
+
+
+def certify(ask: Callable[[], Certificate], mode: str) -> None:
+    """Take a census and stop, or warn, unless it finds every op exact.
+
+    Args:
+        ask: As ``take``, without arguments.
+        mode: ``strict`` or ``warn``.
+
+    Raises:
+        CensusError: Under ``strict``, an op is not exact, or could not be asked.
+    """
+    try:
+        found = ask()
+    except CensusError as error:
+        if mode == "strict":
+            raise
+        logger.warning("vllm_b70: NOT certified (VLLM_B70_CENSUS=warn): %s", error)
+        return
+    enforce(found, mode)
 
 
 def enforce(found: Certificate, mode: str) -> None:

@@ -23,7 +23,7 @@ from vllm_b70.census.verdict import Probe, Verdict
 from vllm_b70.compat.versions import installed_vllm, version_of
 
 #: Changes when the judges change what they ask.
-FORMAT = 1
+FORMAT = 2
 #: Variables that choose kernels, compilers or threads; every one of them is part of the key.
 VARIABLES = (
     "CUBLAS_", "CUDA_", "DNNL_", "FLA_", "IGC_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "OMP_",

@@ -7,27 +7,30 @@ op by its name. What the census does not know it refuses, so that nothing passes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 
+from vllm_b70.census.memory import CACHE, MOST
 from vllm_b70.census.rows import RowProbe
 from vllm_b70.census.sessions import AttentionSession, GatedDeltaNetSession, sessions
-from vllm_b70.census.steps import StepProbe
+from vllm_b70.census.steps import PROMPTS, TAIL, StepProbe
 from vllm_b70.census.verdict import Probe, Verdict
 from vllm_b70.compat.seams import require
 from vllm_b70.layers.gated_delta_net import RowInvariantGatedDeltaNet
-from vllm_b70.layers.linear import INT4_METHODS
+from vllm_b70.ops import gemm, int4_gemm, tiles
 
 require("norms_and_rotary")
 
@@ -45,6 +48,7 @@ class Unknown:
 
     def __init__(self, op: str, shape: str, device: torch.device) -> None:
         self.op, self.shape, self.device = op, shape, device
+        self.least_memory = 0
 
     def judge(self) -> Verdict:
         """It is not exact as far as anybody knows."""
@@ -53,33 +57,60 @@ class Unknown:
         )
 
 
-def find(models: list[torch.nn.Module], config: VllmConfig, device: torch.device) -> list[Probe]:
+def find(
+    models: list[torch.nn.Module], config: VllmConfig, device: torch.device, memory: int = MOST
+) -> list[Probe]:
     """All distinct probes of some models.
 
     Args:
         models: The target model. What a draft model computes is verified, and needs no census.
         config: The server's.
         device: Where the models are.
+        memory: Bytes that the inputs of a call, or its results, may have; see ``census.memory``.
     """
-    finder = _Finder(config, device)
+    finder = _Finder(config, device, memory)
+    of_models = (probe for model in models for probe in finder.probes(model))
+    return distinct(chain(of_models, finder.samplers()))
+
+
+def find_of_draft(
+    model: torch.nn.Module, config: VllmConfig, device: torch.device, memory: int = MOST
+) -> list[Probe]:
+    """What a draft model runs, for ``census.warm_up``; arguments as for ``find``."""
+    finder = _Finder(config, device, memory)
+    return distinct(chain(finder.probes(model), [finder.draft_tokens(model)]))
+
+
+def distinct(probes: Iterable[Probe]) -> list[Probe]:
+    """The first probe of each op and shape."""
     found: dict[tuple[str, str], Probe] = {}
-    for model in models:
-        for probe in finder.probes(model):
-            found.setdefault((probe.op, probe.shape), probe)
-    for probe in finder.samplers():
+    for probe in probes:
         found.setdefault((probe.op, probe.shape), probe)
     return list(found.values())
+
+
+def launches_of(most: int, plan: tiles.Plan | None = None) -> tuple[int, ...]:
+    """Row counts up to ``most`` that stand for all launches of an op: those of the tiles, if it has
+    a table, and powers of two with the count after each, for what else follows the rows."""
+    powers = [2**k for k in range(most.bit_length())]
+    found = {n for power in powers for n in (power, power + 1) if n <= most} | {most}
+    return tuple(sorted(found.union(() if plan is None else plan.row_counts(most))))
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _ties(x: torch.Tensor) -> torch.Tensor:
+    """[M] bool, whether a row of [M, N] has its largest value more than once."""
+    return (x == x.amax(-1, keepdim=True)).sum(-1) > 1
+
+
 class _Finder:
     """Makes probes for the modules of a model."""
 
-    def __init__(self, config: VllmConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: VllmConfig, device: torch.device, memory: int) -> None:
+        self.config, self.device, self.memory = config, device, memory
         self.dtype: torch.dtype = config.model_config.dtype
         scheduler, speculative = config.scheduler_config, config.speculative_config
         self.depth = 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
@@ -107,6 +138,10 @@ class _Finder:
             # The gated delta net keeps its convolution's weight, [D, 1, W], in a linear layer.
             if getattr(getattr(module, "weight", None), "dim", lambda: 2)() != 3:
                 yield self.linear(module)
+            # That of the embedding has the same shape.
+            if isinstance(module, RowParallelLinear) and module.reduce_results:
+                if module.tp_size > 1:
+                    yield self.sum_over_cards(module.output_size, module.tp_size)
         elif isinstance(module, QwenGatedDeltaNetAttention):
             yield self.gated_delta_net(module)
             yield self.gated_norm(module)
@@ -139,7 +174,7 @@ class _Finder:
         results: int,
         cost: int,
         rows: int | None = None,
-        dtype: torch.dtype | None = None,
+        plan: tiles.Plan | None = None,
     ) -> RowProbe:
         """A row probe whose inputs are random, each of a size a row.
 
@@ -148,18 +183,18 @@ class _Finder:
             sizes: Of the inputs.
             results: Values of a row of the results.
             rows: The most rows; None for those of a prompt's step.
-            dtype: Of the inputs; None for the model's.
+            plan: The tiles by row count, if the op has some.
         """
+        rows = rows or self.tokens
         width = 4 * max(results, *(math.prod(s) if isinstance(s, tuple) else s for s in sizes))
 
         def inputs(count: int, seed: int) -> Tensors:
-            return tuple(
-                self.random(count, size, seed + 10 * i, dtype) for i, size in enumerate(sizes)
-            )
+            return tuple(self.random(count, size, seed + 10 * i) for i, size in enumerate(sizes))
 
         return RowProbe(
-            op, f"{shape} {_name(dtype or self.dtype)}", rows or self.tokens, cost, width,
-            self.device, inputs, run, self.special,
+            op, f"{shape} {_name(self.dtype)}", rows, cost, width, self.device, inputs, run,
+            self.special, self.memory,
+            launches_of(rows, plan),
         )  # fmt: skip
 
     def random(
@@ -177,7 +212,8 @@ class _Finder:
         depth = getattr(layer, "input_size_per_partition", layer.input_size)
         columns = getattr(layer, "output_size_per_partition", layer.output_size)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-        int4 = type(layer.quant_method).__name__ in INT4_METHODS
+        # A draft layer's is quantised by a method of its own.
+        int4 = hasattr(layer, "b70_scale")
         shape = f"{columns}x{depth}"
         if int4:
             zero = getattr(layer, "b70_zero", getattr(layer, "b70_offset", None))
@@ -190,7 +226,28 @@ class _Finder:
 
         return self.rows(
             "int4_linear" if int4 else "linear", shape, run, depth, results=columns,
-            cost=depth * columns,
+            cost=depth * columns, plan=self.plan(columns, depth, layer.b70_scale if int4 else None),
+        )  # fmt: skip
+
+    def sum_over_cards(self, columns: int, cards: int) -> Probe:
+        """What vLLM adds up over the ranks behind a row-parallel linear; all of them ask at once.
+
+        Args:
+            columns: Values of a row.
+            cards: How many ranks there are.
+        """
+        rank = get_tensor_model_parallel_rank()
+
+        def inputs(count: int, seed: int) -> Tensors:
+            # Summands of their own on each rank.
+            return (self.random(count, columns, seed + 1000 * rank),)
+
+        def run(x: torch.Tensor) -> Tensors:
+            return (tensor_model_parallel_all_reduce(x),)
+
+        return RowProbe(
+            "all_reduce", f"{columns} of {cards} cards {_name(self.dtype)}", self.tokens,
+            4 * columns, 4 * columns, self.device, inputs, run, self.special, self.memory,
         )  # fmt: skip
 
     def head(self, head: Any) -> Probe:
@@ -202,7 +259,35 @@ class _Finder:
 
         return self.rows(
             "lm_head", f"{columns}x{depth}", run, depth, results=columns, cost=depth * columns,
-            rows=self.sampled,
+            rows=self.sampled, plan=self.plan(columns, depth),
+        )  # fmt: skip
+
+    def plan(self, columns: int, depth: int, scale: torch.Tensor | None = None) -> tiles.Plan:
+        """The tiles of a weight; an INT4 one has scales, a row for each group."""
+        if scale is None:
+            return gemm.plan(self.device, columns, depth)
+        family = tiles.family(self.device)
+        return tiles.plan(int4_gemm.OP, family, columns, depth, len(scale))
+
+    def draft_tokens(self, model: Any) -> Probe:
+        """The draft model's head as drafts are made with it: its argmax, or a row of logits.
+
+        Not a probe of the census: the target verifies what it gives.
+        """
+        head = getattr(model, "draft_head", None)
+        head = model.lm_head if head is None else head
+        greedy = self.config.speculative_config.use_local_argmax_reduction
+
+        def run(x: torch.Tensor) -> Tensors:
+            best = getattr(head.quant_method, "best", None) if greedy else None
+            found = None if best is None else best(head, x, None)
+            return (head.quant_method.apply(head, x, bias=None),) if found is None else found
+
+        size = self.config.model_config.get_hidden_size()
+        columns = self.config.model_config.get_vocab_size()
+        return self.rows(
+            "draft_tokens", f"{columns}x{size}", run, size, results=columns, cost=columns * size,
+            rows=self.requests,
         )  # fmt: skip
 
     def norm(self, module: Any, residual: bool) -> Probe:
@@ -252,7 +337,8 @@ class _Finder:
 
         return RowProbe(
             "norms_and_rotary", f"{heads}+{kv}x{size} {_name(self.dtype)}", self.tokens,
-            4 * columns, 4 * columns, self.device, inputs, run, self.special,
+            4 * columns, 4 * columns, self.device, inputs, run, self.special, self.memory,
+            launches_of(self.tokens),
         )  # fmt: skip
 
     def silu_and_mul(self, layer: Any) -> Probe:
@@ -280,8 +366,16 @@ class _Finder:
 
         return self.steps(
             "attention", f"{heads}+{kv}x{size} block {block} {_name(self.dtype)}", inputs,
-            AttentionSession, layer, layer.layer_name,
+            AttentionSession, layer, layer.layer_name, self.over_a_block(block),
         )  # fmt: skip
+
+    def over_a_block(self, block: int) -> tuple[int, ...]:
+        """Prompts of which the longest is continued into another block of the cache, if there may
+        be requests of that many tokens."""
+        *others, longest = PROMPTS
+        most = self.config.model_config.max_model_len
+        into = block - TAIL // 2
+        return (*others, into if longest < into <= most - TAIL else longest)
 
     def gated_delta_net(self, layer: Any) -> Probe:
         """The core of the gated delta net."""
@@ -300,13 +394,18 @@ class _Finder:
 
     def steps(
         self, op: str, shape: str, inputs: Callable[[int, int], Tensors], kind: Any, layer: Any,
-        name: str,
+        name: str, prompts: tuple[int, ...] = PROMPTS,
     ) -> StepProbe:  # fmt: skip
-        """A step probe over a session of some kind."""
+        """A step probe over a session of some kind, of as many requests as its cache may have."""
+        spec = layer.get_kv_cache_spec(self.config)
+        of_each = kind.units_of(spec, max(prompts) + TAIL) * spec.page_size_bytes
+        least = min(self.requests, 2)
+        requests = max(least, min(self.requests, 64, CACHE * self.memory // of_each))
         return StepProbe(
             op, f"{shape} depth {self.depth}", self.device, inputs,
-            sessions(kind, layer, name, self.config), min(self.requests, 64), self.depth,
-            self.special, pads=self.device.type != "cpu",
+            sessions(kind, layer, name, self.config), requests, self.depth, self.special,
+            pads=self.device.type != "cpu", prompts=prompts,
+            least_memory=-(-least * of_each // CACHE),
         )  # fmt: skip
 
     def samplers(self) -> Iterator[Probe]:
@@ -324,14 +423,23 @@ class _Finder:
                 )  # fmt: skip
                 # A row of NaN has no token; its neighbours' logprobs are looked at all the same.
                 scores = logprob.compute_topk_scores(x, 20, tokens.clamp(0, columns - 1))
-                return tokens, scores.logprob_token_ids, scores.logprobs
+                # Which of equals is listed beside the token is torch.topk's choice, and no promise.
+                ids = scores.logprob_token_ids.clone()
+                ids[:, 1:].masked_fill_(_ties(x)[:, None], -1)
+                return tokens, ids, scores.logprobs
         else:
             from vllm.v1.sample.sampler import Sampler
 
             def run(x: torch.Tensor) -> Tensors:
                 return Sampler.greedy_sample(x), Sampler.compute_logprobs(x)
 
-        yield self.rows(
-            "sampler", str(columns), run, columns, results=columns, cost=8 * columns,
-            rows=self.sampled, dtype=torch.float32,
+        def inputs(count: int, seed: int) -> Tensors:
+            x = self.random(count, columns, seed, torch.float32)
+            # 16-bit logits tie: every second row has its largest value in many columns.
+            x[1::2] = x[1::2].clamp(max=2)
+            return (x,)
+
+        yield RowProbe(
+            "sampler", f"{columns} float32", self.sampled, 8 * columns, 4 * columns, self.device,
+            inputs, run, self.special, self.memory, launches_of(self.sampled),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_b70.census.memory import MOST
 from vllm_b70.census.verdict import SEEDS, Tally, Verdict
 
 #: Row counts that are always tried: all up to here. A verification of 16 drafts has 17 rows.
@@ -25,8 +26,6 @@ COMPARED = 32
 #: larger ops are tried at fewer row counts.
 WORK, CALL = {"cpu": 2**28}, {"cpu": 2**22}
 WORK_GPU, CALL_GPU = 2**43, 2**35
-#: Bytes that the inputs of a call, or its results, may have; the judge holds a few times as much.
-MEMORY = 2**29
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -44,6 +43,8 @@ class RowProbe:
         inputs: Makes random inputs from a row count and a seed; rows are the first dimension.
         run: Calls the installed implementation; its results have the rows first too.
         special: Row counts to try besides, e.g. those of captured graphs.
+        memory: Bytes that the inputs of a call, or its results, may have; see ``census.memory``.
+        launches: Row counts that stand for all launches of its kernels.
     """
 
     op: str
@@ -55,6 +56,18 @@ class RowProbe:
     inputs: Callable[[int, int], Tensors]
     run: Callable[..., Tensors]
     special: tuple[int, ...] = ()
+    memory: int = MOST
+    launches: tuple[int, ...] = ()
+
+    @property
+    def least_memory(self) -> int:
+        """What ``memory`` must be for the row counts that are always tried."""
+        return min(self.rows, ALWAYS) * self.width
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that the server may hand to it and that there is memory for."""
+        return min(self.rows, max(ALWAYS, self.memory // self.width))
 
     def judge(self) -> Verdict:
         """As ``judge_rows``."""
@@ -89,7 +102,7 @@ def judge_rows(probe: RowProbe) -> Verdict:
     tally = Tally(probe.device)
     kind = probe.device.type
     counts = row_counts(
-        min(probe.rows, max(ALWAYS, MEMORY // probe.width)),
+        probe.most_rows,
         probe.special,
         WORK.get(kind, WORK_GPU),
         probe.cost,

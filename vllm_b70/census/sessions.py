@@ -16,12 +16,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_b70.census.steps import PROMPTS, TAIL, Piece, Tensors
+from vllm_b70.census.steps import Piece, Tensors
 from vllm_b70.compat.seams import require
 
 require("attention_metadata")
-
-LONGEST = max(PROMPTS) + TAIL
 
 
 class LayerSession:
@@ -121,7 +119,13 @@ class AttentionSession(LayerSession):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.units = -(-LONGEST // self.spec.block_size)
+        longest = max(len(stream[0]) for stream in self.streams)
+        self.units = self.units_of(self.spec, longest)
+
+    @staticmethod
+    def units_of(spec: Any, tokens: int) -> int:
+        """Blocks of a request of so many tokens."""
+        return -(-tokens // spec.block_size)
 
     def cache(self, units: int) -> torch.Tensor:
         s = self.spec
@@ -159,7 +163,12 @@ class GatedDeltaNetSession(LayerSession):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.units = 1 + self.spec.num_speculative_blocks
+        self.units = self.units_of(self.spec, 0)
+
+    @staticmethod
+    def units_of(spec: Any, tokens: int) -> int:
+        """Slots of a request."""
+        return 1 + int(spec.num_speculative_blocks)
 
     def cache(self, units: int) -> torch.Tensor:
         # All ones is NaN in every floating type.

@@ -81,6 +81,8 @@ class StepProbe:
         depth: The most drafts of a request.
         special: Row counts to try besides, e.g. those of captured graphs.
         pads: Whether steps run from graphs, which are padded.
+        prompts: Tokens of the streams' prompts, one for each seed.
+        least_memory: What ``census.memory`` must allow for two requests.
     """
 
     op: str
@@ -92,18 +94,20 @@ class StepProbe:
     depth: int
     special: tuple[int, ...] = ()
     pads: bool = False
+    prompts: tuple[int, ...] = PROMPTS
+    least_memory: int = 0
 
     def judge(self) -> Verdict:
         """As ``judge_steps``."""
         return judge_steps(self)
 
 
-class _Request:
+class Request:
     """One request as it goes along its stream."""
 
-    def __init__(self, slot: int, stream: int) -> None:
+    def __init__(self, slot: int, stream: int, prompts: Sequence[int]) -> None:
         self.slot, self.stream, self.position = slot, stream, 0
-        self.prompt = PROMPTS[stream % len(PROMPTS)]
+        self.prompt = prompts[stream % len(prompts)]
 
     @property
     def left(self) -> int:
@@ -130,7 +134,7 @@ class _Judge:
 
     def __init__(self, probe: StepProbe) -> None:
         self.probe, self.tally = probe, Tally(probe.device)
-        lengths = [prompt + TAIL for prompt in PROMPTS]
+        lengths = [prompt + TAIL for prompt in probe.prompts]
         self.streams = [probe.inputs(n, s) for n, s in zip(lengths, SEEDS, strict=True)]
         poison = tuple(torch.full_like(t, float("nan")) for t in self.streams[0])
         for tensor in poison:
@@ -138,15 +142,15 @@ class _Judge:
         # A stream of its own for whoever must not be noticed by the others.
         self.streams.append(poison)
         self.begin = [sum(lengths[:i]) for i in range(len(lengths))]
-        self.want = torch.cat([self.alone(stream) for stream in range(len(PROMPTS))])
+        self.want = torch.cat([self.alone(stream) for stream in range(len(lengths))])
         self.tally.measure((self.want,), len(self.want))
 
     def alone(self, stream: int) -> torch.Tensor:
         """The results of a stream by itself, prompt whole, then token by token."""
         results = []
         with self.probe.session(1, self.streams) as session:
-            request = _Request(0, stream)
-            results.append(session.step([request.chunk(PROMPTS[stream])], 0))
+            request = Request(0, stream, self.probe.prompts)
+            results.append(session.step([request.chunk(request.prompt)], 0))
             while request.left:
                 results.append(session.step([request.verify(1)], 0))
         self.tally.calls += len(results)
@@ -159,7 +163,7 @@ class _Judge:
         theirs: list[int] = []
         first = 0
         for piece in pieces:
-            if piece.stream < len(PROMPTS):
+            if piece.stream < len(self.begin):
                 kept = piece.tokens - piece.wrong
                 begin = self.begin[piece.stream] + piece.first
                 mine += range(first, first + kept)
@@ -173,8 +177,8 @@ def judge_steps(probe: StepProbe) -> Verdict:
     """Compare the op with itself over widths, drafts, cuts and company."""
     judge = _Judge(probe)
     for width in range(1, WIDEST + 1):
-        for i in range(EVERY_WIDTH.get(probe.device.type, len(PROMPTS))):
-            _alone_at_width(judge, (width + i) % len(PROMPTS), width)
+        for i in range(EVERY_WIDTH.get(probe.device.type, len(probe.prompts))):
+            _alone_at_width(judge, (width + i) % len(probe.prompts), width)
     _in_company(judge)
     return judge.tally.verdict(probe.op, probe.shape)
 
@@ -182,7 +186,7 @@ def judge_steps(probe: StepProbe) -> Verdict:
 def _alone_at_width(judge: _Judge, stream: int, width: int) -> None:
     """A stream by itself, its prompt cut and its tail verified so many tokens at a time."""
     with judge.probe.session(1, judge.streams) as session:
-        request, steps = _Request(0, stream), 0
+        request, steps = Request(0, stream, judge.probe.prompts), 0
         while request.position < request.prompt:
             piece = request.chunk(1 + width % 8)
             judge.step(session, [piece], "a prompt's chunk of {} rows", piece.tokens, 0)
@@ -206,9 +210,10 @@ def _in_company(judge: _Judge) -> None:
     draw.shuffle(counts)
     with judge.probe.session(probe.requests, judge.streams) as session:
         # The last one is poisoned, if there are two.
-        requests = [_Request(slot, slot % len(PROMPTS)) for slot in range(probe.requests)]
+        kinds, prompts = len(probe.prompts), probe.prompts
+        requests = [Request(slot, slot % kinds, prompts) for slot in range(probe.requests)]
         if len(requests) > 1:
-            requests[-1] = _Request(len(requests) - 1, len(PROMPTS))
+            requests[-1] = Request(len(requests) - 1, kinds, prompts)
         for count in counts:
             if sum(min(WIDEST, r.left) for r in requests) < count:
                 _refill(judge, session, requests, draw)
@@ -218,11 +223,11 @@ def _in_company(judge: _Judge) -> None:
             judge.step(session, pieces, "steps of {} rows", count, pad)
 
 
-def _refill(judge: _Judge, session: Session, requests: list[_Request], draw: random.Random) -> None:
+def _refill(judge: _Judge, session: Session, requests: list[Request], draw: random.Random) -> None:
     """Whoever is nearly done leaves and another comes; prompts run beside the others' decodes."""
     for i, request in enumerate(requests):
         if 0 < request.left < WIDEST or request.position == request.prompt + TAIL:
-            requests[i] = _Request(request.slot, request.stream)
+            requests[i] = Request(request.slot, request.stream, judge.probe.prompts)
     while any(request.position < request.prompt for request in requests):
         pieces = []
         for request in draw.sample(requests, len(requests)):
@@ -234,7 +239,7 @@ def _refill(judge: _Judge, session: Session, requests: list[_Request], draw: ran
         judge.step(session, pieces, "prompts and decodes in steps of {} rows", rows, 0)
 
 
-def _exactly(requests: list[_Request], count: int, depth: int, draw: random.Random) -> list[Piece]:
+def _exactly(requests: list[Request], count: int, depth: int, draw: random.Random) -> list[Piece]:
     """Rows past their prompt of some requests, so many in all."""
     pieces: list[Piece] = []
     ready = draw.sample([r for r in requests if r.left], sum(r.left > 0 for r in requests))

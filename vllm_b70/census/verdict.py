@@ -23,6 +23,10 @@ class Probe(Protocol):
     def shape(self) -> str:
         """All that makes it distinct, e.g. ``4096x12288 group 128 bfloat16``, columns x depth."""
 
+    @property
+    def least_memory(self) -> int:
+        """Bytes that ``census.memory`` must allow for it to be asked at all."""
+
     def judge(self) -> Verdict:
         """Run the installed implementation and compare."""
 

@@ -1,4 +1,4 @@
-"""A census between the loading of weights and everything that runs the model."""
+"""A census, and a warm-up on a GPU, between the loading of weights and all that runs the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from vllm_b70.compat.seams import require
 from vllm_b70.settings import current
 
-require("worker_load")
+require("worker_load", "block_size")
 
 
 class CensusMixin:
@@ -17,9 +17,21 @@ class CensusMixin:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         mode = current().census
         if mode != "off":
-            from vllm_b70.census.census import enforce
+            from vllm_b70.census.census import certify
 
-            enforce(self.take_census(), mode)
+            certify(self.take_census, mode)
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Have the kernels of a GPU compiled before anybody waits for them."""
+        worker: Any = self
+        if worker.device.type == "cpu":
+            return
+        from vllm_b70.census.warm_up import warm_up
+
+        self._settle_block_size()
+        draft = getattr(getattr(worker.model_runner, "speculator", None), "model", None)
+        warm_up(worker.get_model(), draft, worker.vllm_config, worker.device)
 
     def take_census(self, anew: bool = False) -> Any:
         """The certificate of the loaded model; see ``census.take``. Drafts are verified by it, so
@@ -27,4 +39,12 @@ class CensusMixin:
         from vllm_b70.census.census import take
 
         worker: Any = self
+        self._settle_block_size()
         return take([worker.get_model()], worker.vllm_config, worker.device, anew)
+
+    def _settle_block_size(self) -> None:
+        """Blocks of the KV cache grow to the page of a recurrent state. The executor settles that
+        only when load_model is done, from what is known before; twice gives the same."""
+        from vllm.platforms import current_platform
+
+        current_platform.update_block_size_for_backend(self.vllm_config)  # type: ignore[attr-defined]

@@ -100,6 +100,13 @@ SEAMS: dict[str, Seam] = {
         "census.worker takes the census when it is done",
         worker=True,
     ),
+    "block_size": Seam(
+        "vllm.platforms.interface",
+        "Platform.update_block_size_for_backend",
+        ("vllm_config",),
+        "census.worker settles the block size of the KV cache first",
+        worker=True,
+    ),
     "norms_and_rotary": Seam(
         "vllm.model_executor.models.qwen3_next",
         "Qwen3NextAttention._project_qkv_gate",

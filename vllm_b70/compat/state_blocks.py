@@ -44,9 +44,11 @@ def apply(manager: Any, depth_of: Callable[[Any, int], tuple[int, int]]) -> list
             and the depth without which it cannot be computed; called before each allocation.
 
     Returns:
-        The managers of the groups of recurrent layers.
+        The managers of the groups of recurrent layers. Without any, nothing is changed.
     """
     states = [m for m in manager.coordinator.single_type_managers if isinstance(m, MambaManager)]
+    if not states:
+        return []
     for state in states:
         state.__class__ = DepthMambaManager
     original = manager.allocate_slots

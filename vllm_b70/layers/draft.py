@@ -89,8 +89,14 @@ class DraftHeadMethod(QuantizeMethodBase):
         """Nothing: what the head holds is made of another layer's weight."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        head = self._model.lm_head
         switch = "VLLM_B70_DRAFT_HEAD=int4"
+        if self._model is None:
+            raise PluginError(
+                f"{switch} cannot be honoured when weights are loaded again: the 4-bit draft head "
+                "is made of an lm_head that is gone after the first time; start the server anew, "
+                "or set it to none."
+            )
+        head = self._model.lm_head
         if not isinstance(head.quant_method, RowInvariantEmbeddingMethod):
             raise PluginError(
                 f"{switch} cannot be honoured: the checkpoint's lm_head is no 16-bit weight "

@@ -149,6 +149,14 @@ def _padded(sequences: int) -> int:
     return 16 if sequences <= 16 else max(128, 1 << (sequences - 1).bit_length())
 
 
+def sequence_counts(most: int) -> list[int]:
+    """Numbers of sequences up to ``most``, both ends of each range that has kernels of its own,
+    ascending; 1 is a range, for it is never split beside others."""
+    counts = range(2, most + 1)
+    ends = {n for n in counts if _padded(n) != _padded(n - 1)}
+    return sorted({1, most, min(2, most)} | ends | {n - 1 for n in ends})
+
+
 def launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -196,7 +204,8 @@ def launch(
     if limit > 0 and (sequences > 1 or most <= limit):
         parts = -(-max_length // partition.part)
         rows = min(most, limit) * heads * sequences * parts
-        capacity = max(1, min(rows, workspace // (4 * (size + 2))))
+        # Whole 16 bytes: the kernels are compiled once more for a pointer that is off them.
+        capacity = 4 * max(1, min(-(-rows // 4), workspace // (16 * (size + 2))))
         work = torch.empty((capacity, size + 2), dtype=torch.float32, device=q.device)
         work_acc, rest = work.view(-1).split([capacity * size, 2 * capacity])
         work_m, work_total = rest.split(capacity)

@@ -79,6 +79,18 @@ class Plan:
                 return tile
         return self.tiles[-1][1]
 
+    def row_counts(self, most: int) -> list[int]:
+        """Both ends of each range of row counts up to ``most`` that a tile serves, ascending: the
+        larger ones may not fit the workspace, and are launched otherwise."""
+        ends: set[int] = set()
+        first = 1
+        for bound, _ in self.tiles:
+            last = most if bound == self.tiles[-1][0] else min(bound, most)
+            if first <= last:
+                ends |= {first, last}
+            first = last + 1
+        return sorted(ends)
+
 
 def family(device: torch.device) -> str:
     """The device family that tables are keyed by."""

@@ -37,6 +37,11 @@ class DraftHistory:
         self._rotary = torch.zeros((slots * length, axes), dtype=torch.int64, device=device)
         self._hidden = torch.zeros((slots * length, hidden_size), dtype=dtype, device=device)
 
+    @staticmethod
+    def size(slots: int, length: int, hidden_size: int, dtype: torch.dtype, axes: int = 1) -> int:
+        """Bytes of a history; arguments as for the class."""
+        return slots * length * (8 * (2 + axes) + hidden_size * dtype.itemsize)
+
     def record(
         self,
         slots: torch.Tensor,
@@ -44,10 +49,12 @@ class DraftHistory:
         tokens: torch.Tensor,
         rotary: torch.Tensor,
         hidden: torch.Tensor,
+        accepted: torch.Tensor | None = None,
     ) -> None:
         """Keep rows; a position that is there already is replaced. Never waits for the device.
 
-        A rejected row stands at the position of the next step's first rows, which replace it.
+        A rejected row is not kept: the step that computes its position anew may be one that runs
+        the draft layer and records nothing, and a replay would write the draft over it.
 
         Args:
             slots: [T] int64.
@@ -55,9 +62,11 @@ class DraftHistory:
             tokens: [T], the token after each.
             rotary: [T] or [axes, T], the rotary positions.
             hidden: [T, hidden_size].
+            accepted: [T] bool, false for rejected rows, or None if there are none.
         """
         at = slots * self._length + positions % self._length
-        self._position.view(-1)[at] = positions
+        kept = positions if accepted is None else positions.masked_fill(~accepted, -1)
+        self._position.view(-1)[at] = kept
         self._token[at] = tokens.long()
         self._rotary[at] = rotary.reshape(-1, rotary.shape[-1]).t().long()
         self._hidden[at] = hidden

@@ -75,12 +75,17 @@ class SkippingProposer:
                 num_rejected_tokens_gpu=num_rejected_tokens_gpu,
             )
             owners = torch.repeat_interleave(widths)
+            accepted = None
+            if num_rejected_tokens_gpu is not None:
+                last = starts[1:] - num_rejected_tokens_gpu[: m.num_reqs].long()
+                accepted = torch.arange(rows) < last[owners]
             self._history.record(
                 slots[owners],
                 begin[owners] + torch.arange(rows) - starts[owners],
                 self.input_ids[:rows],
                 self._get_positions(rows),
                 self.hidden_states[:rows],
+                accepted,
             )
             self._last_draft_probs = None
             return torch.empty((m.num_reqs, 0), dtype=torch.int64, device=self.device)

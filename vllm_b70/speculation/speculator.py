@@ -81,7 +81,7 @@ class SkippingSpeculator:
                     next_prefill_tokens,
                     self.max_num_reqs,
                 )
-                self._record(batch, last_hidden_states)
+                self._record(batch, last_hidden_states, num_rejected)
                 return self.draft_tokens[:requests].fill_(-1)
             if step.begun:
                 self._history.forget(self._to_device(batch.idx_mapping_np[step.begun]))
@@ -107,17 +107,22 @@ class SkippingSpeculator:
             num_speculative_tokens,
         )
 
-    def _record(self, batch: Any, hidden: torch.Tensor) -> None:
+    def _record(self, batch: Any, hidden: torch.Tensor, rejected: torch.Tensor) -> None:
         tokens = batch.num_tokens
         slots = batch.idx_mapping[: batch.num_reqs].long()
+        accepted = None
         if tokens > batch.num_reqs:
             ends = batch.query_start_loc[1 : batch.num_reqs + 1]
-            slots = slots[torch.searchsorted(ends, self._rows[:tokens].to(ends.dtype), right=True)]
+            rows = self._rows[:tokens].to(ends.dtype)
+            owners = torch.searchsorted(ends, rows, right=True)
+            accepted = rows < (ends - rejected[: batch.num_reqs])[owners]
+            slots = slots[owners]
         # Not those of the draft layer's inputs: vLLM leaves rejected rows of these as they were.
         positions = batch.positions[:tokens]
         self._history.record(
-            slots, positions, self.input_buffers.input_ids[:tokens], positions, hidden[:tokens]
-        )
+            slots, positions, self.input_buffers.input_ids[:tokens], positions, hidden[:tokens],
+            accepted,
+        )  # fmt: skip
 
     def _replay(self, batch: Any, counts: np.ndarray) -> None:
         """Write what the draft layer's KV cache lacks before each request's first row."""
