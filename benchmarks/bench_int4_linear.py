@@ -199,7 +199,11 @@ def vllm_peers(
     n: int, k: int, dtype: torch.dtype, number: int, names: list[str]
 ) -> dict[str, list[Peer]]:
     """Some of ``VLLM_PEERS``, vLLM's own mixed-precision kernels, on ``number`` random weights."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import (
+        VllmConfig,
+        get_current_vllm_config_or_none,
+        set_current_vllm_config,
+    )
     from vllm.model_executor import parameter
     from vllm.model_executor.kernels.linear import mixed_precision as mp
     from vllm.scalar_type import scalar_types
@@ -220,7 +224,8 @@ def vllm_peers(
             if not can:
                 raise RuntimeError(why)
             calls: list[Peer] = []
-            with set_current_vllm_config(VllmConfig()):
+            # One made up would not do where the plugin is on: its policy asks for a model.
+            with set_current_vllm_config(get_current_vllm_config_or_none() or VllmConfig()):
                 for _ in range(number):
                     layer = torch.nn.Module()
                     layer.weight_packed = parameter.PackedvLLMParameter(

@@ -118,7 +118,7 @@ stage_tiny() {
   cell "$1" d6 "${model[@]}" --depth 6 &
   replica 1 "$1" "${model[@]}" --depth 3 --users 64 &
   replica 2 "$1" "${model[@]}" --depth 3 --users 64 &
-  cell "$1" d3-eager "${model[@]}" --depth 3 --graphs off --users 64 &
+  cell "$1" d3-no-graphs "${model[@]}" --depth 3 --graphs off --users 64 &
   cell "$1" d2 "${model[@]}" --depth 2 --users 32 &
   cell "$1" d4 "${model[@]}" --depth 4 --users 32,64 &
   cell "$1" s0 "${model[@]}" --route stock --users 1,64 --solo 64 &
@@ -143,7 +143,11 @@ stage_27b() {
 
 stage_long() {
   make_tiny
-  local options=(--model "$models/tiny-9b" --lengths 2048,8192,32768 --max-model-len 33024
+  # Rotary positions are computed, so the tiny model reads as far as its configuration says.
+  [ -d "$models/long-9b" ] || cp -r "$models/tiny-9b" "$models/long-9b"
+  sed -i 's/"max_position_embeddings": *[0-9]*/"max_position_embeddings": 40960/' \
+    "$models/long-9b/config.json"
+  local options=(--model "$models/long-9b" --lengths 2048,8192,32768 --max-model-len 33024
     --max-num-seqs 8 --users 1 --kv-gib 3)
   cell "$1" d0 "${options[@]}" &
   cell "$1" d3 "${options[@]}" --depth 3 &

@@ -42,7 +42,9 @@ def stock(models, probe, config):
 def peer(columns, depth, dtype):
     from bench_int4_linear import vllm_peers
 
-    return vllm_peers(columns, depth, dtype, 1, ["machete"])["machete"][0]
+    # Outside of the census's inference mode: a kernel packs its parameters in place.
+    with torch.inference_mode(False):
+        return vllm_peers(columns, depth, dtype, 1, ["machete"])["machete"][0]
 
 
 def machete(x, words, scale, offset, bias, done, columns, group, parts):

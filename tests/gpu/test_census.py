@@ -42,7 +42,8 @@ def run(model, repeats, plants):
         if r["case"] in ("warm", "stock") or not r["exact"] and r["case"] != "ulp":
             shown = {k: r.get(k) for k in ("op", "shape", "planted", "seconds", "differs")}
             print(r["case"], *[str(v)[:70] for v in shown.values() if v], sep=" | ")
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("peer ")]
+    assert done.returncode == 0, "\n".join([*said, done.stderr[-3000:]])
     return results
 
 
