@@ -24,9 +24,7 @@ def _waits(module: Any) -> list[tuple[Any, str]]:
     """What waits for a device, by its owner and name."""
     owners = [(module, "synchronize"), (torch.accelerator, "synchronize"), (module, "empty_cache")]
     owners += [(getattr(module, kind), "synchronize") for kind in ("Stream", "Event")]
-    if module is not torch.cuda:
-        owners += [(torch.Tensor, name) for name in TO_HOST]
-    return [(owner, name) for owner, name in owners if hasattr(owner, name)]
+    return owners
 
 
 def _refusal(what: str) -> Callable[..., Any]:
@@ -38,6 +36,17 @@ def _refusal(what: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _unless_on_host(name: str) -> Callable[..., Any]:
+    """A method of tensors that refuses those of a device."""
+    original, refuse = getattr(torch.Tensor, name), _refusal(f"Tensor.{name}")
+
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = original if tensor.device.type == "cpu" else refuse
+        return run(tensor, *args, **kwargs)
+
+    return method
 
 
 @contextmanager
@@ -64,9 +73,12 @@ def no_waiting(module: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in _waits(module):
             stack.enter_context(_replaced(owner, name, _refusal(f"{owner.__name__}.{name}")))
-        if module is torch.cuda and torch.cuda.is_available():
+        if module is torch.cuda:
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("error")
+        else:
+            for name in TO_HOST:
+                stack.enter_context(_replaced(torch.Tensor, name, _unless_on_host(name)))
         yield
 
 

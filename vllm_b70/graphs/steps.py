@@ -33,7 +33,7 @@ require(
 #: Tokens of the longest prompt; they differ, so that no two requests stand at one position.
 PROMPT = 40
 #: Blocks of recurrent state that are read or copied at a time.
-TOGETHER = 16
+TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Steps:
         self.depth = runner.num_speculative_steps
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self.recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
-        self.drafting = getattr(runner.speculator, "draft_attn_layer_names", set())
+        self.drafting: set[str] = getattr(runner.speculator, "draft_attn_layer_names", set())
         self.requests = self._allocate(specs, most)
         self._prefill()
 
@@ -187,27 +187,37 @@ class Steps:
             output.total_num_scheduled_tokens = sum(len(r.tokens) for r in now)
             self.runner.execute_model(output)
             self.runner.sample_tokens(None)
-        for group, states in self._states():
+        for group in self.recurrent:
             self._copy(
-                states,
+                group,
                 [r.blocks[group][0] for r in self.requests],
                 [r.kept[group] for r in self.requests],
             )
 
-    def _states(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The recurrent layers' caches [blocks, ...] with the number of their group."""
-        for group in self.recurrent:
-            for name in self.runner.kv_cache_config.kv_cache_groups[group].layer_names:
-                for cache in self.layers[name].kv_cache:
-                    yield group, cache
+    def _states(self, group: int) -> Iterator[torch.Tensor]:
+        """The caches [blocks, ...] of a group of recurrent layers."""
+        for name in self.runner.kv_cache_config.kv_cache_groups[group].layer_names:
+            yield from self.layers[name].kv_cache
 
-    def _copy(self, cache: torch.Tensor, sources: list[int], targets: list[int]) -> None:
-        for first in range(0, len(sources), TOGETHER):
-            part = slice(first, first + TOGETHER)
-            cache[self._index(targets[part])] = cache[self._index(sources[part])]
+    def _copy(self, group: int, sources: list[int], targets: list[int]) -> None:
+        parts = list(zip(self._parts(sources), self._parts(targets), strict=True))
+        for cache in self._states(group):
+            for source, target in parts:
+                cache[target] = cache[source]
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.runner.device)
+
+    def _parts(self, blocks: list[int]) -> list[torch.Tensor]:
+        """Blocks as indices, so many at a time."""
+        return [
+            self._index(blocks[first : first + TOGETHER])
+            for first in range(0, len(blocks), TOGETHER)
+        ]
+
+    def _builder(self, group: int) -> Any:
+        (attention_group,) = self.runner.attn_groups[group]
+        return attention_group.get_metadata_builder()
 
     def restore(self, requests: list[Request], columns: list[int]) -> None:
         """Put the state after the prompts back, into any columns of the requests' slots.
@@ -217,19 +227,17 @@ class Steps:
             columns: One for each, as if so many drafts of the last step had been accepted.
         """
         pairs = list(zip(requests, columns, strict=True))
-        for group, cache in self._states():
+        for group in self.recurrent:
             self._copy(
-                cache,
+                group,
                 [r.kept[group] for r in requests],
                 [r.blocks[group][column] for r, column in pairs],
             )
-        for group in self.recurrent:
-            for attention_group in self.runner.attn_groups[group]:
-                attention_group.get_metadata_builder().record_states(
-                    self._index([r.blocks[group][0] for r in requests]),
-                    self._index([r.position - column for r, column in pairs]),
-                    self._index([column + 1 for column in columns]),
-                )
+            self._builder(group).record_states(
+                self._index([r.blocks[group][0] for r in requests]),
+                self._index([r.position - column for r, column in pairs]),
+                self._index([column + 1 for column in columns]),
+            )
 
     def step(
         self, requests: list[Request], case: Case, rejected: list[int], eager: bool
@@ -332,22 +340,20 @@ class Steps:
                 for request, count in zip(requests, tokens, strict=True)
                 for at in range(request.position, request.position + count)
             ]
-            for name in names:
-                cache = self.layers[name].kv_cache
-                block = cache.shape[2]
-                at, row = (
-                    [f(slot, block) for slot in slots] for f in (int.__floordiv__, int.__mod__)
-                )
-                layers.append(cache[self._index(at), :, self._index(row)])
+            # Blocks of the kernel, of which the scheduler's has several.
+            block = self.layers[names[0]].kv_cache.shape[2]
+            at = self._index([slot // block for slot in slots])
+            row = self._index([slot % block for slot in slots])
+            layers += [self.layers[name].kv_cache[at, :, row] for name in names]
         return torch.stack(layers, 1) if layers else torch.zeros(0)
 
     def _digests(self, requests: list[Request], width: int) -> torch.Tensor:
         """[requests * columns, caches, ...] int64: sums over the bits of the states of a step."""
         sums = []
-        for group, cache in self._states():
-            slots = [slot for r in requests for slot in r.blocks[group][:width]]
-            parts = [slots[first : first + TOGETHER] for first in range(0, len(slots), TOGETHER)]
-            sums.append(torch.cat([_digest(cache[self._index(part)]) for part in parts]))
+        for group in self.recurrent:
+            parts = self._parts([slot for r in requests for slot in r.blocks[group][:width]])
+            for cache in self._states(group):
+                sums.append(torch.cat([_digest(cache[part]) for part in parts]))
         return torch.stack(sums, 1) if sums else torch.zeros(0)
 
     def close(self) -> None:
@@ -356,22 +362,20 @@ class Steps:
         output.finished_req_ids = {request.name for request in self.requests}
         self.runner.execute_model(output)
         for number, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            if number in self.recurrent:
-                continue
             held = [block for request in self.requests for block in request.blocks[number]]
-            for name in group.layer_names:
-                cache = self.layers[name].kv_cache
-                # Blocks of the kernel within a block of the scheduler.
-                inner = group.kv_cache_spec.block_size // cache.shape[2]
-                cache[self._index([b * inner + i for b in held for i in range(inner)])] = 0
-        for group, cache in self._states():
-            for request in self.requests:
-                cache[self._index([*request.blocks[group], request.kept[group]])] = 0
-        for group in self.recurrent:
-            for attention_group in self.runner.attn_groups[group]:
-                slots = self._index([r.blocks[group][0] for r in self.requests])
-                none = torch.zeros_like(slots)
-                attention_group.get_metadata_builder().record_states(slots, none, none)
+            if number in self.recurrent:
+                held += [request.kept[number] for request in self.requests]
+                caches = list(self._states(number))
+                first = self._index([request.blocks[number][0] for request in self.requests])
+                none = torch.zeros_like(first)
+                self._builder(number).record_states(first, none, none)
+            else:
+                caches = [self.layers[name].kv_cache for name in group.layer_names]
+                inner = group.kv_cache_spec.block_size // caches[0].shape[2]
+                held = [block * inner + i for block in held for i in range(inner)]
+            for part in self._parts(held):
+                for cache in caches:
+                    cache[part] = 0
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -384,7 +388,7 @@ def _digest(states: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     bits = states.contiguous().view(kinds[states.element_size()])
     rows = bits.view(*bits.shape[:2], -1, bits.shape[-1]).sum(-1, dtype=torch.int64)
-    weights = torch.arange(1, rows.shape[-1] + 1).to(rows.device)
+    weights = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
     return (rows * weights).sum((-2, -1))
 
 

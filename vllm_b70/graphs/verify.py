@@ -6,6 +6,7 @@ from one replay to the next, so a graph that reads anything but its step's own i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,8 +77,8 @@ class Difference:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The rows of a tensor as integers: NaN equals itself, and 0 is not -0."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    rows = tensor.contiguous().view(kinds[tensor.element_size()])
-    return rows.reshape(len(rows), -1) if rows.dim() else rows.reshape(1, 1)
+    rows = torch.atleast_1d(tensor).contiguous().view(kinds[tensor.element_size()])
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
