@@ -15,7 +15,7 @@ os.environ |= {
 
 import torch
 
-from tests.graphs.plants import plants
+from tests.graphs.plants import SEEN_IN, plants
 
 
 def main(folder):
@@ -72,6 +72,7 @@ def main(folder):
         "shapes": sorted((key.num_reqs, key.uniform_token_count) for key in target),
         "drafter": [len(prefill), len(decode)],
         "found": {},
+        "expected": SEEN_IN,
     }
     result["answers"] = answers()
     begin = time.perf_counter()

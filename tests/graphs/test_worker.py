@@ -129,7 +129,8 @@ def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, capl
                 worker.verify_runner(Runner())
         else:
             worker.verify_runner(Runner())
-            assert "not verified, nor can they run: 8 requests of 1 tokens" in caplog.text
+            unseen = "8 requests of 1 tokens (depth 0, then 3 drafts each)"
+            assert f"not verified, nor can they run: {unseen}" in caplog.text
             assert "2 of the target and 0 of the drafter" in caplog.text
     assert Steps.closed == before + 1 and [run.case.requests for run in asked] == [8, 4]
 

@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.graphs.plants import plants, replaced
+from tests.graphs.plants import SEEN_IN, plants, replaced
 
 MODEL, PORT, _ = sys.argv[1:]
 #: Widths 3 and 2, and captured numbers of tokens of which some belong to one of them only.
@@ -122,7 +122,7 @@ def main():
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORT}", 0, "gloo")
         initialize_model_parallel(1)
         runner = make_runner(config)
-        model, result = runner.model, {}
+        model, result = runner.model, {"expected": SEEN_IN}
         with replaced(model, "forward", waiting(model.forward)):
             result["waits"] = refusal(runner)
         with replaced(recorder.graph, "__enter__", full_after(2)):

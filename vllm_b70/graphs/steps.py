@@ -129,13 +129,18 @@ class Steps:
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self.recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self.drafting: set[str] = getattr(runner.speculator, "draft_attn_layer_names", set())
-        self.requests = self._allocate(specs, most)
+        self.requests, self._turn = self._allocate(specs, most), 0
         self._prefill()
 
     @property
     def drafts(self) -> bool:
         """Whether the drafter has graphs."""
         return any(captured(self.runner)[1:])
+
+    def others(self, count: int) -> list[Request]:
+        """So many requests, each in another place of the batch than in the step before."""
+        self._turn = (self._turn + 1) % len(self.requests)
+        return (self.requests[self._turn :] + self.requests[: self._turn])[:count]
 
     def _allocate(self, specs: list[Any], most: int) -> list[Request]:
         draw = random.Random(0)
@@ -348,13 +353,13 @@ class Steps:
         return torch.stack(layers, 1) if layers else torch.zeros(0)
 
     def _digests(self, requests: list[Request], width: int) -> torch.Tensor:
-        """[requests * columns, caches, ...] int64: sums over the bits of the states of a step."""
+        """[requests * columns, ...] int64: sums over the bits of the states that a step leaves."""
         sums = []
         for group in self.recurrent:
             parts = self._parts([slot for r in requests for slot in r.blocks[group][:width]])
             for cache in self._states(group):
                 sums.append(torch.cat([_digest(cache[part]) for part in parts]))
-        return torch.stack(sums, 1) if sums else torch.zeros(0)
+        return torch.cat(sums, 1) if sums else torch.zeros(0)
 
     def close(self) -> None:
         """Finish all requests and leave their blocks as they were: 0, and no state recorded."""
@@ -383,13 +388,13 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _digest(states: torch.Tensor) -> torch.Tensor:
-    """[blocks, first dimension] int64: one changed bit changes it, and so do two rows that change
+    """[blocks, states.shape[1]] int64: one changed bit changes it, and so do two rows that change
     places."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     bits = states.contiguous().view(kinds[states.element_size()])
     rows = bits.view(*bits.shape[:2], -1, bits.shape[-1]).sum(-1, dtype=torch.int64)
     weights = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
-    return (rows * weights).sum((-2, -1))
+    return (rows * weights).sum(-1)
 
 
 class StepRun:
@@ -404,7 +409,8 @@ class StepRun:
     def name(self) -> str:
         """As in ``CapturedRun``."""
         c = self.case
-        return f"{c.requests} requests of {c.width} tokens (depth {c.depth})"
+        drafts = f", then {c.depth} drafts each" if c.depth else ""
+        return f"{c.requests} requests of {c.width} tokens (depth {c.width - 1}{drafts})"
 
     def prepare(self, seed: int) -> bool:
         """As in ``CapturedRun``. An odd seed leaves a request out, where the graph is the same."""
@@ -414,7 +420,7 @@ class StepRun:
         if count < 1 or (count < case.requests and not self._same_graphs(count)):
             return False
         draw = random.Random(f"{seed} {case}")
-        self.requests = draw.sample(steps.requests, count)
+        self.requests = steps.others(count)
         self.columns = [draw.randint(0, steps.depth) for _ in range(count)]
         self.rejected = [draw.randrange(case.width) for _ in range(count)]
         self.seed = draw.randrange(2**31)

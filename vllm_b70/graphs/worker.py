@@ -97,10 +97,9 @@ def verify_runner(runner: Any) -> None:
         return
     steps = Steps(runner, max(case.requests for case in work))
     runs = [StepRun(steps, case) for case in work]
-    try:
-        enforce(verify(runs))
-    finally:
-        steps.close()
+    found = verify(runs)
+    steps.close()
+    enforce(found)
     unseen = [run.name for run in runs if not run.seen]
     if unseen:
         logger.warning(
