@@ -71,6 +71,7 @@ REGIONS = {
     "item": lambda d: torch.ones(1, device="meta").item(),
     "tolist": lambda d: torch.ones(2, device="meta").tolist(),
     "cpu": lambda d: torch.ones(2, device="meta").cpu(),
+    "bool": lambda d: bool(torch.ones(1, device="meta")),
     "capture": lambda d: torch.cuda.graph(object(), (0, 0)).__enter__(),
 }
 
@@ -101,7 +102,7 @@ def test_everything_waits_again_afterwards(device):
 
 def test_tensors_on_the_host_are_no_concern(device):
     def region():
-        assert torch.ones(1).item() == 1 and torch.ones(1).tolist() == [1]
+        assert torch.ones(1).item() == 1 and torch.ones(1).tolist() == [1] and torch.ones(1)
 
     capture(region)
 

@@ -20,8 +20,10 @@ from vllm.forward_context import (
     override_forward_context,
 )
 
+from vllm_b70.graphs.recording import TO_HOST
+
 _capturing: list["XPUGraph"] = []
-_HOST = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "numpy")}
+_HOST = {name: getattr(torch.Tensor, name) for name in TO_HOST}
 _device_side = False
 
 

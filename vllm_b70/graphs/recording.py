@@ -17,7 +17,9 @@ import torch
 from vllm_b70.graphs.verify import GraphError
 
 #: What moves values to the host; CUDA tells these by itself.
-TO_HOST = ("item", "tolist", "cpu", "numpy")
+TO_HOST = (
+    "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__",
+)  # fmt: skip
 
 
 def _waits(module: Any) -> list[tuple[Any, str]]:
