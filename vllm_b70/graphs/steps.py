@@ -192,6 +192,8 @@ class Steps:
             output.total_num_scheduled_tokens = sum(len(r.tokens) for r in now)
             self.runner.execute_model(output)
             self.runner.sample_tokens(None)
+            # vLLM stages what is new of a step in two buffers by turns, for an engine that waits.
+            torch.accelerator.synchronize()
         for group in self.recurrent:
             self._copy(
                 group,
