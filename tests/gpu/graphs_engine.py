@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ |= {
     "VLLM_B70": "1",
+    # Shown by test_census.
+    "VLLM_B70_CENSUS": "off",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
 }

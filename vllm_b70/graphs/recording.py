@@ -118,5 +118,5 @@ def guarded(device: torch.device) -> Iterator[None]:
             if isinstance(first, GraphError):
                 raise first from None
             if "synchronizing CUDA operation" in str(first):
-                _refusal(f"a graph cannot be captured because a call ({first})")()
+                _refusal(f"a call ({str(first).splitlines()[0]})")()
             raise first from None
