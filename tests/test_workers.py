@@ -4,6 +4,7 @@ import pytest
 
 from vllm_b70 import workers
 from vllm_b70.census.worker import CensusMixin
+from vllm_b70.graphs.worker import GraphsMixin
 from vllm_b70.speculation.workers import GpuMixin
 
 GPU = workers.STOCK["Gpu"]
@@ -16,6 +17,11 @@ GPU = workers.STOCK["Gpu"]
         ({"census": True}, "vllm_b70.workers.CensusGpuWorker"),
         ({"skipping": True}, "vllm_b70.workers.SkippingGpuWorker"),
         ({"census": True, "skipping": True}, "vllm_b70.workers.CensusSkippingGpuWorker"),
+        ({"graphs": True}, "vllm_b70.workers.GraphsGpuWorker"),
+        (
+            {"census": True, "graphs": True, "skipping": True},
+            "vllm_b70.workers.CensusGraphsSkippingGpuWorker",
+        ),
     ],
 )
 def test_names(asked, name):
@@ -31,8 +37,12 @@ def test_a_worker_of_somebody_else_has_no_class_over_it():
 
 
 def test_classes_are_made_over_vllms():
-    made = workers.CensusSkippingGpuWorker
-    assert made.__mro__[1:3] == (CensusMixin, GpuMixin)
-    assert f"{made.__mro__[3].__module__}.{made.__mro__[3].__name__}" == GPU
+    made = workers.CensusGraphsSkippingGpuWorker
+    assert made.__mro__[1:4] == (CensusMixin, GraphsMixin, GpuMixin)
+    assert f"{made.__mro__[4].__module__}.{made.__mro__[4].__name__}" == GPU
     with pytest.raises(AttributeError):
         _ = workers.NoSuchWorker
+
+
+def test_a_cpu_has_no_graphs():
+    assert not any("Graphs" in name and "Cpu" in name for name in workers._NAMES)

@@ -360,7 +360,7 @@ class ExactPolicy:
             depth_metrics.apply()
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        _choose_worker(vllm_config, cls.warms_up)
+        _choose_worker(vllm_config, cls.warms_up, cls.captures(vllm_config))
         _show(cls.policy(vllm_config), cls.caution)
 
     @classmethod
@@ -376,6 +376,11 @@ class ExactPolicy:
     def device_policy(cls, config: VllmConfig) -> list[Row]:
         """The lines of the table that belong to the device."""
         raise NotImplementedError
+
+    @classmethod
+    def captures(cls, config: VllmConfig) -> bool:
+        """Whether the device's steps run from captured graphs."""
+        return False
 
     @classmethod
     def policy(cls, config: VllmConfig) -> list[Row]:
@@ -484,7 +489,10 @@ class GpuPolicy(ExactPolicy):
 
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            off = current().graphs == "off"
+            compilation.cudagraph_mode = (
+                CUDAGraphMode.NONE if off else CUDAGraphMode.FULL_DECODE_ONLY
+            )
         if compilation.splitting_ops is None:
             compilation.splitting_ops = []
         for name, value in INDUCTOR.items():
@@ -545,6 +553,7 @@ class GpuPolicy(ExactPolicy):
                 "graphs are captured for whole decode steps, and prompts run without one",
                 "use FULL_DECODE_ONLY or NONE",
             )
+        _check_graphs_switch(config)
         if compilation.splitting_ops:
             _refuse(
                 f"splitting_ops {compilation.splitting_ops}",
@@ -584,9 +593,16 @@ class GpuPolicy(ExactPolicy):
         return GPU_ATTENTION
 
     @classmethod
+    def captures(cls, config: VllmConfig) -> bool:
+        from vllm.config import CUDAGraphMode
+
+        return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+    @classmethod
     def device_policy(cls, config: VllmConfig) -> list[Row]:
         compilation = config.compilation_config
         sizes = compilation.cudagraph_capture_sizes or []
+        graphs = (current().graphs or "all") if cls.captures(config) else "off"
         return [
             Row("attention", "by position", "the KV cache is cut every so many keys from 0"),
             Row("model runner", "V2", "draft depths have full graphs of their own"),
@@ -595,9 +611,33 @@ class GpuPolicy(ExactPolicy):
                 getattr(compilation.mode, "name", "NONE"),
                 "one graph for all row counts; eager and compiled are both exact",
             ),
+            Row("graphs", graphs, GRAPHS[graphs]),
             Row("cudagraph_mode", compilation.cudagraph_mode.name, "prompts run without a graph"),
             Row("capture sizes", f"{len(sizes)} to {max(sizes, default=0)} rows", "of a decode"),
         ]
+
+
+#: What each value of VLLM_B70_GRAPHS comes to.
+GRAPHS = {
+    "off": "every step is launched op by op",
+    "target": "each replayed against an eager step at start; the drafter has none",
+    "all": "of the target and the drafter, each replayed against an eager step at start",
+}
+
+
+def _check_graphs_switch(config: VllmConfig) -> None:
+    """Refuse options of vLLM that say something else than VLLM_B70_GRAPHS does."""
+    from vllm.config import CUDAGraphMode
+
+    asked, mode = current().graphs, config.compilation_config.cudagraph_mode
+    if asked is None or mode is None or (asked == "off") == (mode is CUDAGraphMode.NONE):
+        return
+    eager = getattr(config.model_config, "enforce_eager", False)
+    _refuse(
+        f"VLLM_B70_GRAPHS={asked}",
+        f"{'--enforce-eager' if eager else f'cudagraph_mode {mode.name}'} asks for the opposite",
+        "leave one of them out",
+    )
 
 
 def _check_chunk_offsets(config: VllmConfig) -> None:
@@ -633,7 +673,9 @@ class XpuPolicy(GpuPolicy):
         from vllm.config import CUDAGraphMode
 
         compilation = vllm_config.compilation_config
-        if compilation.cudagraph_mode is None and _no_graphs(vllm_config) is not None:
+        # Asked for by the switch, they are refused below.
+        asked = current().graphs in ("target", "all")
+        if compilation.cudagraph_mode is None and not asked and _no_graphs(vllm_config) is not None:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
         super().apply_config_platform_defaults(vllm_config)
 
@@ -655,7 +697,8 @@ class XpuPolicy(GpuPolicy):
         graphs = config.compilation_config.cudagraph_mode
         why = _no_graphs(config)
         if graphs not in (None, CUDAGraphMode.NONE) and why is not None:
-            _refuse(f"cudagraph_mode {graphs.name}", *why)
+            asked = current().graphs
+            _refuse(f"VLLM_B70_GRAPHS={asked}" if asked else f"cudagraph_mode {graphs.name}", *why)
         super().check_device_choices(config)
 
     @classmethod
@@ -688,16 +731,18 @@ def _no_graphs(config: VllmConfig) -> tuple[str, str] | None:
     return None
 
 
-def _choose_worker(config: VllmConfig, warms_up: bool) -> None:
-    """Let vLLM's worker take the census, warm up, and skip draft steps where the schedule has
-    depth 0."""
+def _choose_worker(config: VllmConfig, warms_up: bool, graphs: bool) -> None:
+    """Let vLLM's worker take the census, warm up, verify its graphs if there are any, and skip
+    draft steps where the schedule has depth 0."""
     parallel = config.parallel_config
     census, skipping = current().census != "off", _skips(config)
-    if not census and not skipping and not warms_up:
+    if not census and not graphs and not skipping and not warms_up:
         return
     # One class takes the census and warms up.
-    ours = workers.over(parallel.worker_cls, census=census or warms_up, skipping=skipping)
-    if ours is None and not census and not skipping:
+    ours = workers.over(
+        parallel.worker_cls, census=census or warms_up, graphs=graphs, skipping=skipping
+    )
+    if ours is None and not census and not graphs and not skipping:
         logger.warning(
             "vllm_b70: --worker-cls %s does not warm up, so that kernels are compiled while "
             "requests wait", parallel.worker_cls,
@@ -705,8 +750,8 @@ def _choose_worker(config: VllmConfig, warms_up: bool) -> None:
     elif ours is None:
         _refuse(
             f"--worker-cls {parallel.worker_cls}",
-            "the census at start, and a schedule with depth 0, need a worker class of their own",
-            "leave it out; without such a schedule VLLM_B70_CENSUS=off does too",
+            "the census, graphs, and a schedule with depth 0 need a worker class of their own",
+            "leave it out; VLLM_B70_CENSUS=off and VLLM_B70_GRAPHS=off do too but for the schedule",
         )
     else:
         parallel.worker_cls = ours

@@ -83,6 +83,13 @@ SWITCHES: dict[str, Switch] = {
         _one_of("strict", "warn", "off"),
         "strict: an op that the census at start finds inexact stops the server; warn; off",
     ),
+    "VLLM_B70_GRAPHS": Switch(
+        "graphs",
+        None,
+        _one_of("off", "target", "all"),
+        "graphs of decode steps on a GPU: off; target: none for the drafter; all (unset: all where "
+        "the device has graphs)",
+    ),
     "VLLM_B70_STEP_TRACE": Switch(
         "step_trace",
         None,
@@ -121,6 +128,7 @@ class Settings:
         enabled: The plugin's route is on.
         linear: ``exact`` or ``naive`` (a control, never for serving).
         census: ``strict``, ``warn`` or ``off``.
+        graphs: ``off``, ``target`` or ``all``; None leaves it to the device and to vLLM's options.
         step_trace: File for the scheduler's step trace, or None.
         draft_head: ``int4`` or ``none``.
         draft_head_group: Group size of the 4-bit draft head.
@@ -131,6 +139,7 @@ class Settings:
     enabled: bool = False
     linear: str = "exact"
     census: str = "strict"
+    graphs: str | None = None
     step_trace: Path | None = None
     draft_head: str = "int4"
     draft_head_group: int = 128

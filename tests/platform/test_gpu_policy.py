@@ -88,6 +88,49 @@ def test_the_users_graph_mode_is_kept_if_it_is_exact():
 
 
 @pytest.mark.parametrize(
+    ("graphs", "mode", "shown"),
+    [
+        (None, "FULL_DECODE_ONLY", "all"),
+        ("all", "FULL_DECODE_ONLY", "all"),
+        ("target", "FULL_DECODE_ONLY", "target"),
+        ("off", "NONE", "off"),
+    ],
+)
+def test_the_switch_of_graphs(graphs, mode, shown, monkeypatch):
+    monkeypatch.setattr(platform, "current", lambda: Settings(graphs=graphs))
+    c = config()
+    Policy.apply_config_platform_defaults(c)
+    assert c.compilation_config.cudagraph_mode.name == mode
+    Policy.check_device_choices(c)
+    assert {row.setting: row.value for row in Policy.device_policy(c)}["graphs"] == shown
+    assert Policy.captures(c) == (mode != "NONE")
+
+
+@pytest.mark.parametrize(
+    ("graphs", "mode", "eager", "sentence"),
+    [
+        ("off", "FULL_DECODE_ONLY", False, "VLLM_B70_GRAPHS=off: cudagraph_mode FULL_DECODE_ONLY"),
+        ("all", "NONE", False, "VLLM_B70_GRAPHS=all: cudagraph_mode NONE"),
+        ("target", "NONE", True, "VLLM_B70_GRAPHS=target: --enforce-eager"),
+    ],
+)
+def test_an_option_that_says_something_else_is_refused(graphs, mode, eager, sentence, monkeypatch):
+    monkeypatch.setattr(platform, "current", lambda: Settings(graphs=graphs))
+    model = types.SimpleNamespace(dtype=torch.float16, enforce_eager=eager)
+    c = config(compilation_config=CompilationConfig(cudagraph_mode=mode), model_config=model)
+    with pytest.raises(platform.PolicyError, match=sentence):
+        Policy.check_device_choices(c)
+
+
+def test_without_the_switch_vllms_own_options_decide():
+    model = types.SimpleNamespace(dtype=torch.float16, enforce_eager=True)
+    c = config(compilation_config=CompilationConfig(cudagraph_mode="NONE"), model_config=model)
+    Policy.check_device_choices(c)
+    rows = {row.setting: row.value for row in Policy.device_policy(c)}
+    assert rows["graphs"] == "off"
+
+
+@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"use_v2_model_runner": False}, "the V1 model runner"),

@@ -11,11 +11,13 @@ pytest.importorskip("vllm")
 SCRIPT = """
 import json, os, sitecustomize, sys
 from vllm.engine.arg_utils import EngineArgs
+from vllm_b70.settings import current
 for case in json.loads(sys.argv[2]):
     case["model"] = os.path.join(sys.argv[1], case["model"])
     sitecustomize.machine(**case.pop("machine", {}))
     environ = case.pop("environ", {})
     os.environ.update(environ)
+    current.cache_clear()
     try:
         c = EngineArgs(**{"enable_prefix_caching": False} | case).create_engine_config()
         from vllm.platforms import current_platform as platform
@@ -89,6 +91,8 @@ RECIPES = {
     "27b, two cards, MTP": LARGE | mtp(4),
     # Not of the mission: what a torch without graphs, and a user who chose nothing, get.
     "no graphs": SMALL | {"machine": {"graphs": False}, "compilation_config": {}},
+    "graphs off": SMALL | {"environ": {"VLLM_B70_GRAPHS": "off"}, "compilation_config": {}},
+    "target": SMALL | mtp(3) | {"environ": {"VLLM_B70_GRAPHS": "target"}},
     "sleep mode": SMALL | {"enable_sleep_mode": True, "compilation_config": {}},
 }
 RESOLVED = {
@@ -96,7 +100,7 @@ RESOLVED = {
     "communicator": "vllm_b70.layers.communicator.RankOrderXpuCommunicator",
     "quantization": "compressed-tensors",
     "dtype": "torch.float16",
-    "worker": "vllm_b70.workers.CensusXpuWorker",
+    "worker": "vllm_b70.workers.CensusGraphsXpuWorker",
     "v2 runner": True,
     "cards": 1,
     "scheduler": "vllm_b70.scheduling.scheduler.AsyncChunkGridScheduler",
@@ -133,20 +137,22 @@ EXPECTED = {
     "9b": {},
     "9b, MTP": {"draft": ["mtp", 3, None, "compressed-tensors"]},
     "9b, scheduled": {
-        "worker": "vllm_b70.workers.CensusSkippingXpuWorker",
+        "worker": "vllm_b70.workers.CensusGraphsSkippingXpuWorker",
         "draft": ["mtp", 3, [[1, 8, 3], [9, 16, 1], [17, 64, 0]], "compressed-tensors"],
     },
     "9b, two cards": {"cards": 2},
     "9b, two cards, MTP": {"cards": 2, "draft": ["mtp", 3, None, "compressed-tensors"]},
     "9b, two cards, scheduled": {
         "cards": 2,
-        "worker": "vllm_b70.workers.CensusSkippingXpuWorker",
+        "worker": "vllm_b70.workers.CensusGraphsSkippingXpuWorker",
         "draft": ["mtp", 3, [[1, 8, 3], [9, 16, 1], [17, 64, 0]], "compressed-tensors"],
     },
     "27b, two cards": RESOLVED_27B,
     "27b, two cards, MTP": RESOLVED_27B | {"draft": ["mtp", 4, None, "auto_gptq"]},
-    "no graphs": {"graphs": "NONE", "sizes": []},
-    "sleep mode": {"graphs": "NONE", "sizes": []},
+    "no graphs": {"graphs": "NONE", "sizes": [], "worker": "vllm_b70.workers.CensusXpuWorker"},
+    "graphs off": {"graphs": "NONE", "sizes": [], "worker": "vllm_b70.workers.CensusXpuWorker"},
+    "target": {"draft": ["mtp", 3, None, "compressed-tensors"]},
+    "sleep mode": {"graphs": "NONE", "sizes": [], "worker": "vllm_b70.workers.CensusXpuWorker"},
 }
 DECODES = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
 #: name: what is asked for on which machine, and a part of the sentence.
@@ -176,6 +182,18 @@ REFUSED = {
     "data": ({"data_parallel_size": 2}, "--data-parallel-size 2"),
     "context": ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
     "graphs it has not got": (DECODES | {"machine": {"graphs": False}}, "found torch"),
+    "graphs it has not got, by the switch": (
+        {
+            "machine": {"graphs": False},
+            "compilation_config": {},
+            "environ": {"VLLM_B70_GRAPHS": "all"},
+        },
+        "VLLM_B70_GRAPHS=all: found torch",
+    ),
+    "graphs and none": (
+        {"enforce_eager": True, "environ": {"VLLM_B70_GRAPHS": "target"}},
+        "VLLM_B70_GRAPHS=target: --enforce-eager asks for the opposite",
+    ),
     "graphs in sleep mode": (DECODES | {"enable_sleep_mode": True}, "in sleep mode"),
     "piecewise": ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "PIECEWISE"),
     "offload": ({"cpu_offload_gb": 4}, "weights offloaded to the host"),
@@ -202,6 +220,8 @@ def test_a_recipe(results, name):
     table = result.pop("table")
     assert result == RESOLVED | EXPECTED[name]
     assert table["cudagraph_mode"] == result["graphs"]
+    captured = {"target": "target"}.get(name, "all")
+    assert table["graphs"] == ("off" if result["graphs"] == "NONE" else captured)
     assert ("all-reduce" in table) == (result["cards"] == 2)
 
 

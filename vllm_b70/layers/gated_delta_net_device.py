@@ -242,6 +242,18 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
             self._record = StateRecord(slots, self.device)
         return self._record
 
+    def record_states(self, slots: torch.Tensor, first: torch.Tensor, count: torch.Tensor) -> None:
+        """Say which states some requests' slots hold, as ``StateRecord`` has it; ``graphs`` puts
+        states where a step is to find them.
+
+        Args:
+            slots: [R] int64, the requests' slots of column 0.
+            first, count: [R] integers, what to record for each.
+        """
+        record = self._states()
+        record.first[slots] = first.to(record.first.dtype)
+        record.count[slots] = count.to(record.count.dtype)
+
     def _check_lost(self) -> None:
         """Raise if an earlier step asked for a state that was not kept; it got NaN instead.
 

@@ -1,0 +1,141 @@
+"""What a worker puts around its runner's captures, over runners that do nothing else."""
+
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import vllm.platforms  # noqa: F401
+from vllm.config import CUDAGraphMode
+
+from vllm_b70.graphs import capture_set, recording, steps, worker
+from vllm_b70.graphs.verify import Difference, GraphError, Part
+from vllm_b70.settings import Settings
+
+
+class Drafter:
+    prefill_cudagraph_manager = decode_cudagraph_manager = None
+
+    def __init__(self):
+        self.modes = []
+
+    def init_cudagraph_manager(self, cudagraph_mode):
+        self.modes.append(cudagraph_mode)
+
+
+class Runner:
+    num_speculative_steps = 3
+    device = torch.device("cpu")
+
+    def __init__(self, error=None):
+        self.error, self.calls = error, []
+        self.speculator = Drafter()
+        self.cudagraph_manager = types.SimpleNamespace(graphs={}, _capture_descs={})
+        self.compilation_config = types.SimpleNamespace(cudagraph_capture_sizes=[1, 2])
+
+    def capture_model(self, *, profile_only=False):
+        self.calls.append(("capture", profile_only))
+        if self.error is not None:
+            raise self.error
+        return 77
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes a worker's runner, with what it calls written down."""
+
+    def guarded(device):
+        return recording._replaced(torch.cuda, "graph", "guarded")
+
+    monkeypatch.setattr(recording, "guarded", guarded)
+
+    def make(graphs=None, **change):
+        monkeypatch.setattr(worker, "current", lambda: Settings(graphs=graphs))
+        runner = Runner(**change)
+        monkeypatch.setattr(
+            capture_set, "complete", lambda manager: runner.calls.append("complete")
+        )
+        monkeypatch.setattr(worker, "verify_runner", lambda r: runner.calls.append("verify"))
+        base = type("Base", (), {"_make_model_runner": lambda self: runner})
+        return type("Worker", (worker.GraphsMixin, base), {})()._make_model_runner()
+
+    return make
+
+
+def test_what_is_captured_is_verified_and_what_is_measured_is_not(make):
+    runner = make()
+    assert runner.capture_model(profile_only=True) == 77
+    assert runner.calls == ["complete", ("capture", True)]
+    assert runner.capture_model() == 77
+    assert runner.calls[2:] == ["complete", ("capture", False), "verify"]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "mode"), [(None, "FULL"), ("all", "FULL"), ("target", CUDAGraphMode.NONE)]
+)
+def test_the_drafter_is_left_eager_by_a_switch(make, graphs, mode):
+    runner = make(graphs)
+    runner.speculator.init_cudagraph_manager("FULL")
+    assert runner.speculator.modes == [mode]
+
+
+def test_a_device_without_room(make):
+    runner = make(error=torch.OutOfMemoryError("no room"))
+    with pytest.raises(GraphError, match="no room on the device for all graphs"):
+        runner.capture_model()
+    # vLLM measures what it can get; its own word is the better one there.
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.capture_model(profile_only=True)
+    with pytest.raises(ZeroDivisionError):
+        make(error=ZeroDivisionError()).capture_model()
+
+
+class Steps:
+    closed = 0
+
+    def __init__(self, runner, most):
+        self.most, self.requests = most, range(most)
+
+    def close(self):
+        Steps.closed += 1
+
+
+def keys(*shapes):
+    return [
+        types.SimpleNamespace(num_reqs=n, uniform_token_count=w, num_active_loras=0)
+        for n, w in shapes
+    ]
+
+
+@pytest.mark.parametrize("differences", [0, 1])
+def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, caplog):
+    wrong = Difference("8 requests", Part("target", "hidden states"), "1 of 8 rows")
+    monkeypatch.setattr(steps, "Steps", Steps)
+    monkeypatch.setattr(steps, "captured", lambda runner: (keys((8, 1), (4, 1)), [], []))
+    asked = []
+
+    def verify(runs):
+        asked.extend(runs)
+        for run in runs[1:]:
+            run.seen = 1
+        return [wrong] * differences
+
+    monkeypatch.setattr("vllm_b70.graphs.verify.verify", verify)
+    before = Steps.closed
+    with caplog.at_level("INFO", "vllm.vllm_b70"):
+        if differences:
+            with pytest.raises(GraphError, match="hidden states of the target"):
+                worker.verify_runner(Runner())
+        else:
+            worker.verify_runner(Runner())
+            unseen = "8 requests of 1 tokens (depth 0, then 3 drafts each)"
+            assert f"not verified, nor can they run: {unseen}" in caplog.text
+            assert "2 of the target and 0 of the drafter" in caplog.text
+    assert Steps.closed == before + 1 and [run.case.requests for run in asked] == [8, 4]
+
+
+def test_a_runner_without_graphs_makes_no_requests(monkeypatch):
+    monkeypatch.setattr(steps, "captured", lambda runner: ([], [], []))
+    monkeypatch.setattr(steps, "Steps", None)
+    worker.verify_runner(Runner())
