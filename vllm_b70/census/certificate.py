@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+# Sets a variable of numba's, which is then in every key and not in those alone that are made later.
+from vllm_b70 import cpu  # noqa: F401
 from vllm_b70.census.verdict import Named, Verdict
 from vllm_b70.compat.versions import installed_vllm, version_of
 

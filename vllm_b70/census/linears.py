@@ -42,7 +42,7 @@ FIELD = "vllm_b70_linears"
 #: oneDNN makes a kernel for every row count.
 WORK = {"cpu": 2**33}
 WORK_GPU = 2**44
-CALL = {"cpu": 2**28, "xpu": 2**37}
+CALL = {"cpu": 2**29, "xpu": 2**37}
 CALL_GPU = 2**33
 #: Seconds that all shapes together may take.
 LIMIT = 300.0
@@ -191,8 +191,9 @@ def _decide(waiting: Waiting, config: VllmConfig) -> Settled:
         waiting.columns * waiting.depth, CALL.get(kind, CALL_GPU),
     )  # fmt: skip
     bases = row_classes.inputs(
-        counts[-1] + row_classes.COMPARED, waiting.depth, waiting.dtype, waiting.device
-    )
+        counts[-1] + row_classes.compared(waiting.columns), waiting.depth, waiting.dtype,
+        waiting.device,
+    )  # fmt: skip
     vendor = waiting.method.vendor(layer)
     plan = row_classes.make_plan(vendor, bases, counts, waiting.nbytes)
     spans, why = row_classes.spans(plan.members), plan.why
@@ -310,7 +311,7 @@ def load(path: Path, key: dict[str, Any]) -> list[Settled] | None:
         sound = found["key"] == json.loads(json.dumps(key)) and found["digest"] == digest(settled)
         if not sound or shapes != key["shapes"]:
             raise ValueError("it does not hold what it should")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PluginError(
