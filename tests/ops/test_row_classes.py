@@ -365,3 +365,14 @@ def test_the_ops_are_opaque_and_keep_their_shape():
     for rows in (3, 20):
         x = torch.randn(rows, 64).bfloat16()
         assert torch.equal(compiled(x), run(x))
+
+
+def test_a_buffer_reserved_in_inference_mode_serves_outside_of_it():
+    weight = torch.randn(16, 40).bfloat16()
+    with torch.inference_mode():
+        native.reserve(CPU, weight.dtype, 40, 8)
+    op = torch.ops.vllm_b70.native_linear
+    x = torch.randn(3, 40).bfloat16()
+    with torch.inference_mode():
+        inside = op(x, weight, None, [8, 8, 1])
+    assert torch.equal(op(x, weight, None, [8, 8, 1]), inside)

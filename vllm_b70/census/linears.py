@@ -111,7 +111,8 @@ def settle(models: list[Any], config: VllmConfig) -> None:
     if settled is None:
         settled = []
         for first in firsts:
-            settled.append(_decide(first, config))
+            with torch.inference_mode():
+                settled.append(_decide(first, config))
             if time.perf_counter() - begun > LIMIT:
                 raise PluginError(
                     f"VLLM_B70_LINEAR={current().linear} found row classes of {len(settled)} of "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from vllm_b70.compat.seams import require
 from vllm_b70.settings import current
 
@@ -22,8 +20,7 @@ class CensusMixin:
             from vllm_b70.census.linears import settle
 
             worker: Any = self
-            with torch.inference_mode():
-                settle([worker.get_model()], worker.vllm_config)
+            settle([worker.get_model()], worker.vllm_config)
         mode = settings.census
         if mode != "off":
             from vllm_b70.census.census import certify

@@ -49,7 +49,8 @@ def reserve(device: torch.device, dtype: torch.dtype, depth: int, rows: int) -> 
     key = (device, dtype, depth)
     there = _pads.get(key)
     if there is None or len(there) < rows:
-        _pads[key] = torch.zeros(rows, depth, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it is written to in either mode
+            _pads[key] = torch.zeros(rows, depth, dtype=dtype, device=device)
 
 
 def _padded(x: torch.Tensor, called: int) -> torch.Tensor:
