@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm_b70.census import census, linears
+from vllm_b70.census import linears, settled
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod, RowInvariantLinearMethod
 from vllm_b70.ops import row_classes
@@ -24,8 +24,8 @@ def root(tmp_path, monkeypatch):
     # Certifying is row_classes' own test; here a few counts do.
     monkeypatch.setattr(row_classes, "ALWAYS", 2)
     monkeypatch.setattr(linears, "WORK", {"cpu": 2**30})
-    monkeypatch.setattr(census, "limits", lambda config: {"drafts": 3})
-    monkeypatch.setattr(linears, "limits", lambda config: {"drafts": 3})
+    monkeypatch.setattr(linears, "MOST", 64)
+    monkeypatch.setattr(linears, "MOST_HEAD", 16)
     native.take_waiting()
     return tmp_path
 
@@ -33,7 +33,7 @@ def root(tmp_path, monkeypatch):
 @pytest.fixture
 def mode(monkeypatch):
     def choose(linear):
-        for module in (native, linears):
+        for module in (native, linears, settled):
             monkeypatch.setattr(module, "current", lambda: Settings(linear=linear))
 
     choose("native")
@@ -44,7 +44,6 @@ def config(**change):
     given = {
         "scheduler_config": types.SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
         "speculative_config": types.SimpleNamespace(num_speculative_tokens=3),
-        "compilation_config": types.SimpleNamespace(cudagraph_capture_sizes=[]),
         "parallel_config": types.SimpleNamespace(rank=0, tensor_parallel_size=1),
         "additional_config": {},
     }
@@ -60,7 +59,7 @@ def layer(columns=96, depth=64, prefix="model.layers.0.mlp.down_proj"):
     return made
 
 
-def settled(*layers, **change):
+def settle(**change):
     found = config(**change)
     linears.settle([torch.nn.Module()], found)
     return found.additional_config[linears.FIELD]
@@ -75,7 +74,7 @@ def test_layers_of_a_shape_are_settled_alike_and_multiply(mode, root, caplog):
     layers = [layer(), layer(), layer(columns=32)]
     with pytest.raises(PluginError, match="no route was chosen for the layer model.layers.0"):
         layers[0].quant_method.apply(layers[0], torch.randn(2, 64).bfloat16())
-    found = settled()
+    found = settle()
     assert [one[:2] for one in found] == [
         ["linear", "96x64 bfloat16"],
         ["linear", "32x64 bfloat16"],
@@ -90,19 +89,19 @@ def test_layers_of_a_shape_are_settled_alike_and_multiply(mode, root, caplog):
             assert torch.equal(made.quant_method.apply(made, x[:rows]), whole[:rows])
     text = caplog.text
     assert "linear 96x64 bfloat16: the vendor's kernel, class of" in text
-    assert "4 rows in 1 of 64, 16 rows in 1 of 64, 64 rows in 1 of 64" in text
+    assert "4 rows in 1 of 4, 16 rows in 1 of 64, 64 rows in 1 of 64" in text
     assert "4-bit linears: our own kernels" in text
-    assert "2 of 2 shapes native, digest" in text and str(files(root)[0]) in text
+    assert "2 of 2 shapes native, digest" in text and str(files(root)[0].parent) in text
 
 
 def test_a_second_start_takes_what_the_first_one_kept(mode, root, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="vllm.vllm_b70")
     made = layer()
-    first = settled()
+    first = settle()
     monkeypatch.setattr(linears, "_decide", lambda *arguments: pytest.fail("it asked again"))
     again = layer()
-    assert settled() == first and again.b70_native == made.b70_native
-    assert "found before" in caplog.text and len(files(root)) == 1
+    assert settle() == first and again.b70_native == made.b70_native
+    assert "(0 found now" in caplog.text and len(files(root)) == 1
 
 
 def test_what_is_settled_enters_the_keys_of_certificate_and_compile_cache(mode, monkeypatch):
@@ -119,30 +118,57 @@ def test_what_is_settled_enters_the_keys_of_certificate_and_compile_cache(mode, 
 def test_the_first_of_two_servers_counts(mode, linear, root, monkeypatch):
     """Both found no file, and the other one wrote it first: its choice is taken."""
     mode(linear)
-    other = linears.Settled("linear", "96x64 bfloat16", (5, 9, 1), "by another server")
+    other = settled.Settled("linear", "96x64 bfloat16", (5, 9, 1), "by another server")
     decide = linears._decide
 
     def slowly(*arguments):
         found = decide(*arguments)
-        linears._keep(linears.path_of(key), key, [other])
+        settled.keep(key, other)
         return found
 
     made = layer()
-    key = linears._key(native._waiting, config())
+    key = settled.key_of(native._waiting[0], torch.device("cpu"), (0, 1))
     monkeypatch.setattr(linears, "_decide", slowly)
-    assert settled() == [["linear", "96x64 bfloat16", [5, 9, 1]]]
+    assert settle() == [["linear", "96x64 bfloat16", [5, 9, 1]]]
     assert made.b70_native == (5, 9, 1)
     assert [path.suffix for path in files(root)] == [".json"], "nothing half written stays"
 
 
+@pytest.mark.parametrize("drafts", [None, 0, 1, 7])
+def test_drafts_users_and_budgets_have_no_say(drafts, mode, root, monkeypatch):
+    """A server that speculates answers as one that does not, so it has the same row classes."""
+    kept = [layer()]
+    first = settle()
+    monkeypatch.setattr(linears, "_decide", lambda *arguments: pytest.fail("it asked again"))
+    kept.append(layer())
+    change = {
+        "speculative_config": None,
+        "scheduler_config": types.SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+        "speculative_config": None
+        if drafts is None
+        else types.SimpleNamespace(num_speculative_tokens=drafts),
+    }
+    assert settle(**change) == first and len(files(root)) == 1
+
+
+def test_shapes_are_kept_one_by_one(mode, root, monkeypatch):
+    """A draft model brings shapes of its own; those of the target do not move."""
+    kept = [layer()]
+    first = settle()
+    kept += [layer(), layer(columns=32)]
+    decide, asked = linears._decide, []
+    monkeypatch.setattr(linears, "_decide", lambda w: asked.append(w.shape) or decide(w))
+    assert settle()[0] == first[0] and asked == ["32x64 bfloat16"] and len(files(root)) == 2
+
+
 def test_ranks_and_switches_have_files_of_their_own(mode, root):
     kept = [layer()]
-    settled()
+    settle()
     kept.append(layer())
-    settled(parallel_config=types.SimpleNamespace(rank=1, tensor_parallel_size=2))
+    settle(parallel_config=types.SimpleNamespace(rank=1, tensor_parallel_size=2))
     mode("auto")
     kept.append(layer())
-    settled()
+    settle()
     assert len(files(root)) == 3
 
 
@@ -150,21 +176,21 @@ def test_ranks_and_switches_have_files_of_their_own(mode, root):
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"spans": [\n    1', '"spans": [\n    2'),
+        lambda text: text.replace('"spans": [\n   1', '"spans": [\n   2'),
         lambda text: text.replace("bfloat16", "float16"),
         lambda text: "[]",
     ],
 )
 def test_a_file_that_cannot_be_believed_stops_the_server(damage, mode, root):
     kept = [layer()]
-    settled()
+    settle()
     (path,) = files(root)
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
     kept.append(layer())
     with pytest.raises(PluginError, match="copy it from a server of the same configuration") as e:
-        settled()
+        settle()
     assert str(path) in str(e.value) and "\n" not in str(e.value)
 
 
@@ -181,13 +207,13 @@ def test_auto_keeps_the_faster_route_and_says_both_times(faster, mode, root, mon
 
     monkeypatch.setattr(linears, "times", times)
     made = layer()
-    ((_, _, spans),) = settled()
-    assert bool(spans) == (faster == "vendor") and asked == [4, 16, 64]
+    ((_, _, spans),) = settle()
+    assert bool(spans) == (faster == "vendor") and asked == [1, 4, 64]
     assert bool(made.b70_native) == bool(spans)
     # Our kernel has its own form of the weight, and the loaded one goes.
     assert hasattr(made, "b70_weight") == (not spans) == (made.weight.numel() == 0)
     assert made.quant_method.apply(made, torch.randn(5, 64).bfloat16()).shape == (5, 96)
-    (found,) = json.loads(files(root)[0].read_text())["linears"]
+    found = json.loads(files(root)[0].read_text())["settled"]
     assert "4 rows" in found["why"] and "us" in found["why"]
 
 
@@ -204,22 +230,22 @@ def test_times_are_medians_of_turns():
 def test_a_choice_by_the_clock_that_cannot_be_kept_stops_the_server(mode, root, caplog):
     (root / "vllm_b70").write_text("a file where the folder should be")
     kept = [layer()]
-    settled()
+    settle()
     assert "cannot be kept" in caplog.text, "what native finds, another start finds too"
     mode("auto")
     kept.append(layer())
     with pytest.raises(PluginError, match="its choice cannot be kept"):
-        settled()
+        settle()
 
 
 def test_native_without_any_certified_class_stops_the_server(mode, monkeypatch):
     monkeypatch.setattr(row_classes, "certify", lambda *arguments: "it is broken")
     made = layer()
     with pytest.raises(PluginError, match="no linear of this model has a certified.*is broken"):
-        settled()
+        settle()
     mode("auto")
     made = layer(columns=32)
-    assert settled() == [["linear", "32x64 bfloat16", []]]
+    assert settle() == [["linear", "32x64 bfloat16", []]]
     assert made.quant_method.apply(made, torch.randn(5, 64).bfloat16()).shape == (5, 32)
 
 
@@ -227,8 +253,8 @@ def test_what_takes_too_long_stops_the_server(mode, monkeypatch):
     monkeypatch.setattr(linears, "LIMIT", 0.0)
     kept = [layer(), layer(columns=32)]
     with pytest.raises(PluginError, match="1 of 2 shapes"):
-        settled()
-    assert kept[0].b70_native is None
+        settle()
+    assert kept[1].b70_native is None
 
 
 def test_a_tied_head_waits_like_a_head(mode):
@@ -242,7 +268,7 @@ def test_a_tied_head_waits_like_a_head(mode):
     linears.settle([model], found)
     ((op, _, spans),) = found.additional_config[linears.FIELD]
     assert op == "lm_head" and embedding.b70_native == tuple(spans) and spans
-    # No more rows than are sampled in a step.
+    # Fewer rows than other linears have.
     assert max(row_classes.members_of(tuple(spans))) == 16
     x = torch.randn(9, 64).bfloat16()
     got = embedding.quant_method.apply(embedding, x)
@@ -257,7 +283,7 @@ def test_layers_of_images_and_other_switches_wait_for_nothing(mode):
 
 def test_weights_that_are_loaded_again_keep_their_route(mode):
     made = layer()
-    settled()
+    settle()
     spans = made.b70_native
     made.quant_method.process_weights_after_loading(made)
     assert made.b70_native == spans and native.take_waiting() == []
@@ -266,4 +292,4 @@ def test_weights_that_are_loaded_again_keep_their_route(mode):
 def test_what_was_dropped_after_loading_is_not_asked(mode):
     kept, dropped = layer(), layer(columns=32)
     del dropped
-    assert [one[1] for one in settled()] == ["96x64 bfloat16"] and kept.b70_native
+    assert [one[1] for one in settle()] == ["96x64 bfloat16"] and kept.b70_native

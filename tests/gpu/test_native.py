@@ -23,7 +23,7 @@ def found():
     generator = torch.Generator(DEVICE).manual_seed(1)
     weight = torch.randn(COLUMNS, DEPTH, generator=generator, device=DEVICE).bfloat16()
     gemm = native.linear_gemm(weight)
-    counts = rc.row_counts(MOST, (), 2**44, COLUMNS * DEPTH, 2**33)
+    counts = rc.row_counts(MOST, 2**44, COLUMNS * DEPTH, 2**33)
     bases = rc.inputs(MOST + rc.compared(COLUMNS), DEPTH, torch.bfloat16, DEVICE)
     gemm(bases[0][:64])
     begin = time.perf_counter()
@@ -103,7 +103,7 @@ def test_captured_replays_are_eager(count, found):
 
 def test_auto_picks_and_keeps(tmp_path, monkeypatch, caplog):
     pytest.importorskip("vllm", reason="needs vLLM's classes")
-    from vllm_b70.census import linears
+    from vllm_b70.census import linears, settled
     from vllm_b70.layers import native as layers
     from vllm_b70.layers.linear import RowInvariantLinearMethod
     from vllm_b70.settings import Settings
@@ -111,15 +111,13 @@ def test_auto_picks_and_keeps(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm.vllm_b70")
-    monkeypatch.setattr(linears, "limits", lambda config: {})
-    for module in (layers, linears):
+    for module in (layers, linears, settled):
         monkeypatch.setattr(module, "current", lambda: Settings(linear="auto"))
     layers.take_waiting()
     scheduler = types.SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64)
     config = types.SimpleNamespace(
         scheduler_config=scheduler,
         speculative_config=types.SimpleNamespace(num_speculative_tokens=3),
-        compilation_config=types.SimpleNamespace(cudagraph_capture_sizes=[4, 8, 256]),
         parallel_config=types.SimpleNamespace(rank=0, tensor_parallel_size=1),
         additional_config={},
     )

@@ -1,30 +1,21 @@
 """Settles the routes of linears at start: the vendor's row classes are found, certified and kept.
 
-What is settled decides the bits of every answer, so it is part of a server's configuration. The
-file that keeps it is written once and never changed, whoever comes first; a start that finds it
-takes what it says. Servers that log one digest give one set of bits.
+Servers that log one digest give one set of bits.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
-from vllm_b70.census.census import limits
-from vllm_b70.census.certificate import make_key
+from vllm_b70.census.settled import Settled, digest, folder, keep, key_of, load, routes
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod
 from vllm_b70.layers.native import Waiting
@@ -44,44 +35,16 @@ WORK = {"cpu": 2**33}
 WORK_GPU = 2**44
 CALL = {"cpu": 2**29, "xpu": 2**37}
 CALL_GPU = 2**33
+#: The largest row count that is asked: a call of more rows gains nothing, and a lm_head has few.
+#: They are the same for all servers, or two of them would take other classes.
+MOST, MOST_HEAD = 1024, 256
+#: Row counts at which both routes are timed: one user without drafts and with three, more users,
+#: prompts.
+TIMED = (1, 4, 64, 256, 1024)
 #: Seconds that all shapes together may take.
 LIMIT = 300.0
 #: Timed rounds of both routes in turn, and calls of a round.
 ROUNDS, CALLS = 9, 10
-
-
-@dataclass(frozen=True)
-class Settled:
-    """The route of a weight's shape.
-
-    Attributes:
-        op, shape: As a probe of the census has them.
-        spans: Of the class that the vendor's kernel is called with; empty for our own kernel.
-        why: In words.
-    """
-
-    op: str
-    shape: str
-    spans: tuple[int, ...]
-    why: str
-
-    def line(self, rows: tuple[int, ...]) -> str:
-        """For the log.
-
-        Args:
-            rows: Of typical steps.
-        """
-        if not self.spans:
-            return f"{self.op} {self.shape}: our own kernel ({self.why})"
-        members = row_classes.members_of(self.spans)
-        calls = []
-        for count in rows:
-            called = [c for _, c in row_classes.pieces(members, count)]
-            calls.append(f"{count} rows in {len(called)} of {max(called)}")
-        return (
-            f"{self.op} {self.shape}: the vendor's kernel, class of {len(members)} from "
-            f"{members[0]} to {members[-1]} rows ({self.why}); {', '.join(calls)}"
-        )
 
 
 def settle(models: list[Any], config: VllmConfig) -> None:
@@ -102,34 +65,30 @@ def settle(models: list[Any], config: VllmConfig) -> None:
         shapes.setdefault((layer.op, layer.shape), []).append(layer)
     if not shapes:
         return
-    firsts = [layers[0] for layers in shapes.values()]
-    device = firsts[0].device
-    key = _key(firsts, config)
-    path = path_of(key)
-    settled = load(path, key)
-    kept = settled is not None
-    if settled is None:
-        settled = []
-        for first in firsts:
+    device = next(iter(shapes.values()))[0].device
+    rank = config.parallel_config.rank, config.parallel_config.tensor_parallel_size
+    settled, found = [], 0
+    for layers in shapes.values():
+        key = key_of(layers[0], device, rank)
+        one = load(key)
+        if one is None:
+            found += 1
             with torch.inference_mode():
-                settled.append(_decide(first, config))
-            if time.perf_counter() - begun > LIMIT:
-                raise PluginError(
-                    f"VLLM_B70_LINEAR={current().linear} found row classes of {len(settled)} of "
-                    f"{len(firsts)} shapes in {LIMIT:.0f} s, which is all it may take: set it to "
-                    "triton."
-                )
-        settled = _keep(path, key, settled)
-    by_shape = {(s.op, s.shape): s for s in settled}
-    for name, layers in shapes.items():
+                one = keep(key, _decide(layers[0]))
         for layer in layers:
-            layer.settle(by_shape[name].spans)
+            layer.settle(one.spans)
+        settled.append(one)
+        if time.perf_counter() - begun > LIMIT:
+            raise PluginError(
+                f"VLLM_B70_LINEAR={current().linear} found row classes of {len(settled)} of "
+                f"{len(shapes)} shapes in {LIMIT:.0f} s, all that it may take: set it to triton."
+            )
     _note(config, settled)
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
     for one in settled:
-        logger.info("vllm_b70: %s", one.line(_typical(config, one.op)))
+        logger.info("vllm_b70: %s", one.line(_steps(config)))
     if device.type != "xpu":
         logger.info(
             "vllm_b70: 4-bit linears: our own kernels, as there is no vendor's kernel for them on "
@@ -141,9 +100,9 @@ def settle(models: list[Any], config: VllmConfig) -> None:
             f"class of a vendor's kernel ({settled[0].why}); set it to triton or auto."
         )
     logger.info(
-        "vllm_b70: linears: %d of %d shapes native, digest %s, %.1f s (%s %s)",
+        "vllm_b70: linears: %d of %d shapes native, digest %s, %.1f s (%d found now; kept in %s)",
         sum(bool(one.spans) for one in settled), len(settled), digest(settled),
-        time.perf_counter() - begun, "found before," if kept else "kept in", path,
+        time.perf_counter() - begun, found, folder(),
     )  # fmt: skip
 
 
@@ -158,53 +117,35 @@ def _wait_for_tied_heads(models: list[Any]) -> None:
                 method.wait("lm_head", head)
 
 
-def _key(shapes: list[Waiting], config: VllmConfig) -> dict[str, Any]:
-    """What has a say, the switch and the rank too; but not when binaries were unpacked, so that the
-    file may be copied to another machine of the kind."""
-    parallel = config.parallel_config
-    rank = [parallel.rank, parallel.tensor_parallel_size]
-    more = {"linears": current().linear, "rank": rank}
-    key = make_key(shapes[0].device, shapes, limits(config) | more)
-    sizes = {n: v.split()[0] for n, v in key["versions"].items() if n.endswith(".so")}
-    return key | {"versions": key["versions"] | sizes}
-
-
-def _rows(config: VllmConfig, op: str) -> tuple[int, int, int]:
+def _steps(config: VllmConfig) -> list[int]:
     """Rows of a decode step of one request and of all, and the most rows of a step."""
     scheduler, speculative = config.scheduler_config, config.speculative_config
-    depth = 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+    drafts = 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
     most = int(scheduler.max_num_batched_tokens)
-    full = min(most, int(scheduler.max_num_seqs) * (depth + 1))
-    return min(most, depth + 1), full, full if op == "lm_head" else most
+    return sorted({min(most, n * (drafts + 1)) for n in (1, int(scheduler.max_num_seqs))} | {most})
 
 
-def _typical(config: VllmConfig, op: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_rows(config, op)))
-
-
-def _decide(waiting: Waiting, config: VllmConfig) -> Settled:
-    """Find the route of a shape by one layer of it."""
+def _decide(waiting: Waiting) -> Settled:
+    """Find the route of a shape by one layer of it; the server's limits have no say."""
     layer = waiting.layer()
     kind = waiting.device.type
-    sizes = config.compilation_config.cudagraph_capture_sizes or []
+    most = MOST_HEAD if waiting.op == "lm_head" else MOST
     counts = row_classes.row_counts(
-        _rows(config, waiting.op)[2], sizes if kind != "cpu" else (), WORK.get(kind, WORK_GPU),
-        waiting.columns * waiting.depth, CALL.get(kind, CALL_GPU),
-    )  # fmt: skip
+        most, WORK.get(kind, WORK_GPU), waiting.columns * waiting.depth, CALL.get(kind, CALL_GPU)
+    )
     bases = row_classes.inputs(
-        counts[-1] + row_classes.compared(waiting.columns), waiting.depth, waiting.dtype,
-        waiting.device,
-    )  # fmt: skip
+        most + row_classes.compared(waiting.columns), waiting.depth, waiting.dtype, waiting.device
+    )
     vendor = waiting.method.vendor(layer)
     plan = row_classes.make_plan(vendor, bases, counts, waiting.nbytes)
     spans, why = row_classes.spans(plan.members), plan.why
     if spans and current().linear == "auto":
-        spans, why = _faster(waiting, spans, _typical(config, waiting.op))
+        spans, why = _faster(waiting, spans, [count for count in TIMED if count <= most])
     return Settled(waiting.op, waiting.shape, spans, why)
 
 
 def _faster(
-    waiting: Waiting, spans: tuple[int, ...], rows: tuple[int, ...]
+    waiting: Waiting, spans: tuple[int, ...], rows: list[int]
 ) -> tuple[tuple[int, ...], str]:
     """The route whose times are shorter over typical row counts, by their geometric mean."""
     layer = waiting.layer()
@@ -275,78 +216,10 @@ def _device_timer(call: Callable[[], Any], device: torch.device) -> Callable[[],
     return timer
 
 
-def digest(settled: list[Settled]) -> str:
-    """Of what decides bits: routes and classes."""
-    said = [[one.op, one.shape, list(one.spans)] for one in settled]
-    return hashlib.sha256(json.dumps(sorted(said)).encode()).hexdigest()[:16]
-
-
 def _note(config: VllmConfig, settled: list[Settled]) -> None:
     if not isinstance(config.additional_config, dict):
         raise PluginError(
             f"VLLM_B70_LINEAR={current().linear} notes its choice in vLLM's additional_config, "
             "which is no dictionary here: leave it out."
         )
-    said = [[one.op, one.shape, list(one.spans)] for one in settled]
-    config.additional_config[FIELD] = said
-
-
-def path_of(key: dict[str, Any]) -> Path:
-    """Where what was settled under a key is kept."""
-    import vllm.envs as envs
-
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return Path(envs.VLLM_CACHE_ROOT) / "vllm_b70" / "linears" / f"{name}.json"
-
-
-def load(path: Path, key: dict[str, Any]) -> list[Settled] | None:
-    """What a file says; None if there is none.
-
-    Raises:
-        PluginError: It cannot be believed: choosing anew might choose otherwise.
-    """
-    try:
-        found = json.loads(path.read_text())
-        settled = [Settled(**{**one, "spans": tuple(one["spans"])}) for one in found["linears"]]
-        shapes = [[one.op, one.shape] for one in settled]
-        sound = found["key"] == json.loads(json.dumps(key)) and found["digest"] == digest(settled)
-        if not sound or shapes != key["shapes"]:
-            raise ValueError("it does not hold what it should")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PluginError(
-            f"VLLM_B70_LINEAR={current().linear} cannot read its earlier choice, {path} ({error}): "
-            "copy it from a server of the same configuration, or remove it to choose anew."
-        ) from error
-    return settled
-
-
-def _keep(path: Path, key: dict[str, Any], settled: list[Settled]) -> list[Settled]:
-    """Keep what was settled, unless another process was first: then that is what counts.
-
-    Raises:
-        PluginError: It cannot be kept under ``auto``, where the next start might choose otherwise.
-    """
-    content = {
-        "digest": digest(settled), "linears": [asdict(one) for one in settled], "key": key,
-    }  # fmt: skip
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(content, indent=1) + "\n")
-            os.link(name, path)  # fails if the file is there
-        except FileExistsError:
-            return load(path, key) or settled
-        finally:
-            os.unlink(name)
-    except OSError as error:
-        if current().linear == "auto":
-            raise PluginError(
-                f"VLLM_B70_LINEAR=auto chooses by the clock, and its choice cannot be kept for the "
-                f"next start ({error}): make {path.parent} writable, or use triton or native."
-            ) from error
-        logger.warning("vllm_b70: the row classes found cannot be kept: %s", error)
-    return settled
+    config.additional_config[FIELD] = routes(settled)

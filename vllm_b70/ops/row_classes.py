@@ -26,8 +26,6 @@ SEEDS = (291, 292, 293)
 LEAST_ROWS, VALUES, MOST_ROWS = 32, 2**15, 256
 #: Counts that are always asked.
 ALWAYS = 17
-#: The largest count that is asked: a call of so many rows gains nothing from more.
-MOST = 1024
 #: Every count is asked up to here, if that is cheap.
 DENSE = 320
 #: A class must reach so many rows to be preferred: in smaller pieces a prompt reads the weight too
@@ -117,29 +115,22 @@ def members_of(flat: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(member for first, last, step in runs for member in range(first, last + 1, step))
 
 
-def row_counts(
-    most: int, special: Iterable[int], work: float, cost: float, call: float
-) -> tuple[int, ...]:
+def row_counts(most: int, work: float, cost: float, call: float) -> tuple[int, ...]:
     """The row counts to ask, ascending: all of them if that is cheap, else the small ones and 16 in
     each doubling, so that padding stays below a sixteenth.
 
     Args:
-        most: The largest that the server needs.
-        special: Counts that come first, such as those of captured graphs.
-        work: What all of them may cost together; up to ``ALWAYS`` they are free.
+        most: The largest.
+        work: What all of them may cost together; up to ``ALWAYS``, and ``most``, are free.
         cost: Of a row.
         call: Of a call, however few rows it has.
     """
-    most = min(most, MOST)
-    sampled = [
-        count for count in range(1, most + 1) if count % (1 << max(0, count.bit_length() - 5)) == 0
-    ]
     powers = [1 << bit for bit in range(most.bit_length())]
-    wanted = [most, *powers, *sorted(special), *sampled, *range(1, min(most, DENSE) + 1)]
-    chosen = set(range(1, min(most, ALWAYS) + 1))
-    for count in wanted:
+    sampled = [n for n in range(1, most + 1) if n % (1 << max(0, n.bit_length() - 5)) == 0]
+    chosen = {*range(1, min(most, ALWAYS) + 1), most}
+    for count in [*powers, *sampled, *range(1, min(most, DENSE) + 1)]:
         price = count * cost + call
-        if 0 < count <= most and count not in chosen and price <= work:
+        if count not in chosen and price <= work:
             chosen.add(count)
             work -= price
     return tuple(sorted(chosen))
