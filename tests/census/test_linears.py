@@ -142,7 +142,6 @@ def test_drafts_users_and_budgets_have_no_say(drafts, mode, root, monkeypatch):
     monkeypatch.setattr(linears, "_decide", lambda *arguments: pytest.fail("it asked again"))
     kept.append(layer())
     change = {
-        "speculative_config": None,
         "scheduler_config": types.SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         "speculative_config": None
         if drafts is None

@@ -239,4 +239,4 @@ def test_native_linears_need_intels_int4_kernel(there, models, on_xpu):
         assert result["worker"] == "vllm_b70.workers.CensusXpuWorker"
     else:
         sentence = "cannot honour VLLM_B70_LINEAR=native: found vllm-xpu-kernels 0.1.16.2, no int4"
-        assert sentence in result["error"] and "\n" not in result["error"]
+        assert sentence in result["error"]
