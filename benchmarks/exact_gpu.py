@@ -3,10 +3,11 @@
     python benchmarks/exact_gpu.py cell --model DIR --depth 3 --users 8,64 --out DIR/cell.json
     python benchmarks/exact_gpu.py collect DIR --out exact.json
 
-A cell is one engine: a model, a dtype, a route (``exact``, which is the plugin, ``native`` and
-``auto``, which are the plugin with such linears, or ``stock``), a draft depth and graphs on or off; it answers the same prompts once for each number of users. A cell
-that is there already is not run again. ``collect`` compares every cell with the cell of its route
-that has depth 0 and one user, and replicas (``--replica``) with the cell that they repeat.
+A cell is one engine: a model, a dtype, a route, a draft depth and graphs on or off; it answers the
+same prompts once for each number of users. The route is ``exact``, which is the plugin, ``native``
+or ``auto``, which are the plugin with such linears, or ``stock``. A cell that is there already is
+not run again. ``collect`` compares every cell with the cell of its route that has depth 0 and one
+user, and replicas (``--replica``) with the cell that they repeat.
 
 Engines that are to be timed against one another start side by side and then answer in turn
 (``--turn``), so that no start disturbs a measurement.

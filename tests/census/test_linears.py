@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import types
 
 import pytest
@@ -158,6 +159,18 @@ def test_shapes_are_kept_one_by_one(mode, root, monkeypatch):
     decide, asked = linears._decide, []
     monkeypatch.setattr(linears, "_decide", lambda w: asked.append(w.shape) or decide(w))
     assert settle()[0] == first[0] and asked == ["32x64 bfloat16"] and len(files(root)) == 2
+
+
+def test_the_digest_is_that_of_what_answers(mode, caplog):
+    caplog.set_level(logging.INFO, logger="vllm.vllm_b70")
+    digests = []
+    for drafts in (0, 1):
+        target = torch.nn.ModuleList([layer()])
+        kept = [target] + [layer(columns=32)] * drafts
+        linears.settle([target], config())
+        digests += re.findall(r"(\d) of \d shapes native, digest (\w+)", caplog.text)[drafts:]
+        assert kept
+    assert [native for native, _ in digests] == ["1", "2"] and digests[0][1] == digests[1][1]
 
 
 def test_ranks_and_switches_have_files_of_their_own(mode, root):

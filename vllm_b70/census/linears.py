@@ -67,7 +67,9 @@ def settle(models: list[Any], config: VllmConfig) -> None:
         return
     device = next(iter(shapes.values()))[0].device
     rank = config.parallel_config.rank, config.parallel_config.tensor_parallel_size
-    settled, found = [], 0
+    # Drafts change no answer, so the digest leaves out what a draft model alone has.
+    target = {id(module) for model in models for module in model.modules()}
+    settled, answers, found = [], [], 0
     for layers in shapes.values():
         key = key_of(layers[0], device, rank)
         one = load(key)
@@ -78,6 +80,8 @@ def settle(models: list[Any], config: VllmConfig) -> None:
         for layer in layers:
             layer.settle(one.spans)
         settled.append(one)
+        if any(id(layer.layer()) in target for layer in layers):
+            answers.append(one)
         if time.perf_counter() - begun > LIMIT:
             raise PluginError(
                 f"VLLM_B70_LINEAR={current().linear} found row classes of {len(settled)} of "
@@ -101,7 +105,7 @@ def settle(models: list[Any], config: VllmConfig) -> None:
         )
     logger.info(
         "vllm_b70: linears: %d of %d shapes native, digest %s, %.1f s (%d found now; kept in %s)",
-        sum(bool(one.spans) for one in settled), len(settled), digest(settled),
+        sum(bool(one.spans) for one in settled), len(settled), digest(answers),
         time.perf_counter() - begun, found, folder(),
     )  # fmt: skip
 

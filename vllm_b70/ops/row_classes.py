@@ -146,7 +146,7 @@ def inputs(rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
     found = []
     for i, seed in enumerate(SEEDS):
         generator = torch.Generator(device).manual_seed(seed)
-        x = torch.randn(rows, depth, generator=generator, device=device)
+        x = torch.randn(rows, depth, generator=generator, device=device, dtype=torch.float32)
         if i == 1:
             large = torch.rand(rows, depth, generator=generator, device=device) < 2e-3
             x = torch.where(large, 100 * x, x)
