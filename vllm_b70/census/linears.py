@@ -5,7 +5,6 @@ Servers that log one digest give one set of bits.
 
 from __future__ import annotations
 
-import gc
 import logging
 import statistics
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_b70.census import memory
 from vllm_b70.census.settled import Settled, digest, folder, keep, key_of, load, routes
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod
@@ -88,9 +88,7 @@ def settle(models: list[Any], config: VllmConfig) -> None:
                 f"{len(shapes)} shapes in {LIMIT:.0f} s, all that it may take: set it to triton."
             )
     _note(config, settled)
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    memory.release(device)
     for one in settled:
         logger.info("vllm_b70: %s", one.line(_steps(config)))
     if device.type != "xpu":
