@@ -24,7 +24,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     # Certifying is row_classes' own test; here a few counts do.
     monkeypatch.setattr(row_classes, "ALWAYS", 2)
-    monkeypatch.setattr(linears, "WORK", {"cpu": 2**30})
+    monkeypatch.setattr(linears, "WORK", {"cpu": 2**31})
     monkeypatch.setattr(linears, "MOST", 64)
     monkeypatch.setattr(linears, "MOST_HEAD", 16)
     native.take_waiting()

@@ -35,8 +35,8 @@ def test_solo_and_company_agree(tmp_path, free_port):
 
     async def drive(url):
         async with Client(url, "tiny", timeout_s=300) as client:
-            alone = await run_alone(client, prompts, 24)
-            return alone, await run_together(client, prompts, 24, 8, 0)
+            alone = await run_alone(client, prompts, 16)
+            return alone, await run_together(client, prompts, 16, 8, 0)
 
     with Server(argv, port=free_port, log_path=tmp_path / "log", env=env) as server:
         comparison = compare(*asyncio.run(drive(server.base_url)))

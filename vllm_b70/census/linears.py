@@ -114,8 +114,8 @@ def _wait_for_tied_heads(models: list[Any]) -> None:
         for owner in (model, getattr(model, "language_model", None)):
             head = getattr(owner, "lm_head", None)
             method = getattr(head, "quant_method", None)
-            untied = hasattr(head, native.SPANS)
-            if isinstance(method, RowInvariantEmbeddingMethod) and not untied:
+            waits = hasattr(head, native.SPANS)
+            if isinstance(method, RowInvariantEmbeddingMethod) and not waits:
                 method.wait("lm_head", head)
 
 

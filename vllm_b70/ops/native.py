@@ -82,16 +82,18 @@ def in_class(x: torch.Tensor, columns: int, spans: Sequence[int], gemm: Gemm) ->
         [M, N].
     """
     cuts = _cuts(tuple(spans), x.shape[0])
-    out = x.new_empty((x.shape[0] if len(cuts) != 1 else 0, columns))
+
+    def call(part: torch.Tensor, called: int) -> torch.Tensor:
+        if len(part) == called and is_aligned(part):
+            return gemm(part)
+        return gemm(_padded(part, called))[: len(part)]
+
+    if len(cuts) == 1:
+        return call(x, cuts[0][1])
+    out = x.new_empty((x.shape[0], columns))
     first = 0
     for rows, called in cuts:
-        part = x[first : first + rows]
-        if rows != called or not is_aligned(part):
-            part = _padded(part, called)
-        y = gemm(part)[:rows]
-        if len(cuts) == 1:
-            return y
-        out[first : first + rows].copy_(y)
+        out[first : first + rows].copy_(call(x[first : first + rows], called))
         first += rows
     return out
 

@@ -121,14 +121,14 @@ def row_counts(most: int, work: float, cost: float, call: float) -> tuple[int, .
 
     Args:
         most: The largest.
-        work: What all of them may cost together; up to ``ALWAYS``, and ``most``, are free.
+        work: What all of them may cost together; up to ``ALWAYS`` they are free.
         cost: Of a row.
         call: Of a call, however few rows it has.
     """
     powers = [1 << bit for bit in range(most.bit_length())]
     sampled = [n for n in range(1, most + 1) if n % (1 << max(0, n.bit_length() - 5)) == 0]
-    chosen = {*range(1, min(most, ALWAYS) + 1), most}
-    for count in [*powers, *sampled, *range(1, min(most, DENSE) + 1)]:
+    chosen = set(range(1, min(most, ALWAYS) + 1))
+    for count in [most, *powers, *sampled, *range(1, min(most, DENSE) + 1)]:
         price = count * cost + call
         if count not in chosen and price <= work:
             chosen.add(count)
