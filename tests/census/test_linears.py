@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("vllm")
 from vllm_b70.census import linears, settled
+from vllm_b70.census.rows import RowProbe
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod, RowInvariantLinearMethod
+from vllm_b70.ops import native as ops
 from vllm_b70.ops import row_classes
 from vllm_b70.plugin import PluginError
 from vllm_b70.settings import Settings
@@ -305,3 +307,34 @@ def test_what_was_dropped_after_loading_is_not_asked(mode):
     kept, dropped = layer(), layer(columns=32)
     del dropped
     assert [one[1] for one in settle()] == ["96x64 bfloat16"] and kept.b70_native
+
+
+@pytest.mark.parametrize(
+    ("spans", "exact"), [((9, 16, 1), True), ((1, 8, 1), True), ((1, 16, 1), False)], ids=str
+)
+def test_the_census_judges_the_route_that_is_installed(spans, exact, mode, monkeypatch):
+    """A class that is none, as a damaged choice might have it, is caught by what asks anew."""
+    made = layer()
+    settle()
+
+    def vendors(weight):
+        def gemm(x):
+            packed = weight.t().contiguous()
+            y = torch.ops.vllm_b70.linear(x, packed, None)
+            bits = y.view(torch.int16)
+            return (bits + (len(x) >= 9) * (bits % 5 == 0).to(torch.int16)).view(y.dtype)
+
+        return gemm
+
+    monkeypatch.setattr(ops, "linear_gemm", vendors)
+    made.b70_native = spans
+
+    def inputs(count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(count, 64, generator=generator).bfloat16(),)
+
+    def run(x):
+        return (made.quant_method.apply(made, x),)
+
+    probe = RowProbe("linear", "96x64", 64, 1, 192, torch.device("cpu"), inputs, run)
+    assert probe.judge().exact is exact
