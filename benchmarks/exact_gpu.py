@@ -3,10 +3,11 @@
     python benchmarks/exact_gpu.py cell --model DIR --depth 3 --users 8,64 --out DIR/cell.json
     python benchmarks/exact_gpu.py collect DIR --out exact.json
 
-A cell is one engine: a model, a dtype, a route (``exact``, which is the plugin, or ``stock``), a
-draft depth and graphs on or off; it answers the same prompts once for each number of users. A cell
-that is there already is not run again. ``collect`` compares every cell with the cell of its route
-that has depth 0 and one user, and replicas (``--replica``) with the cell that they repeat.
+A cell is one engine: a model, a dtype, a route, a draft depth and graphs on or off; it answers the
+same prompts once for each number of users. The route is ``exact``, which is the plugin, ``native``
+or ``auto``, which are the plugin with such linears, or ``stock``. A cell that is there already is
+not run again. ``collect`` compares every cell with the cell of its route that has depth 0 and one
+user, and replicas (``--replica``) with the cell that they repeat.
 
 Engines that are to be timed against one another start side by side and then answer in turn
 (``--turn``), so that no start disturbs a measurement.
@@ -107,7 +108,9 @@ def run_cell(arguments: argparse.Namespace) -> None:
         print(f"{arguments.out.name} is there", flush=True)
         return
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_B70"] = "1" if arguments.route == "exact" else "0"
+    os.environ["VLLM_B70"] = "0" if arguments.route == "stock" else "1"
+    if arguments.route in ("native", "auto"):
+        os.environ["VLLM_B70_LINEAR"] = arguments.route
     import torch
     from vllm import EngineArgs, LLMEngine
 
@@ -179,6 +182,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "depth": arguments.depth,
         "graphs": arguments.graphs,
         "replica": arguments.replica,
+        "started_s": round(started, 1),
         "prompts": [len(asked), max(map(len, asked)), arguments.new_tokens],
         "prompt_tokens_per_s": round(sum(map(len, asked)) / prompt_seconds, 1),
         **head(),
@@ -233,6 +237,7 @@ def collect(arguments: argparse.Namespace) -> None:
                 row["logprob_mismatches"] = found.logprob_mismatches
             row |= {name: level[name] for name in ("acceptance", "tokens_per_s")}
             row["prompt_tokens_per_s"] = cell["prompt_tokens_per_s"]
+            row["started_s"] = cell.get("started_s")
             row["distinct_tokens"] = len({t for tokens, _ in level["answers"] for t in tokens})
             rows.append(row)
             print(row, flush=True)
@@ -255,7 +260,7 @@ def main() -> None:
     cell = commands.add_parser("cell")
     cell.add_argument("--model", type=Path, required=True)
     cell.add_argument("--dtype", default="bfloat16")
-    cell.add_argument("--route", choices=["exact", "stock"], default="exact")
+    cell.add_argument("--route", choices=["exact", "native", "auto", "stock"], default="exact")
     cell.add_argument("--depth", type=int, default=0)
     cell.add_argument("--graphs", choices=["on", "off"], default="on")
     cell.add_argument("--users", default="8,32,64,128")

@@ -2,6 +2,7 @@
 
     python benchmarks/wide_checkpoint.py 9b DIR     # 8 layers, compressed-tensors
     python benchmarks/wide_checkpoint.py 27b DIR    # 4 layers, GPTQ
+    python benchmarks/wide_checkpoint.py 9b DIR --format bf16
 
 The layout and the making are those of the tiny checkpoints; the values are drawn on the device,
 which takes seconds instead of minutes.
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(WIDE))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--format", choices=["ct", "gptq", "bf16"], help="default: the real one's")
     arguments = parser.parse_args()
     wide = WIDE[arguments.shape]
     if arguments.layers:
@@ -69,7 +71,7 @@ def main() -> None:
     tiny.SHAPES = {**tiny.SHAPES, arguments.shape: wide}
     tiny._Random = DeviceRandom
     tiny._MIX = mix(wide)
-    layout = "ct" if arguments.shape == "9b" else "gptq"
+    layout = arguments.format or {"9b": "ct", "27b": "gptq"}[arguments.shape]
     tiny.make_tiny(arguments.directory, format=layout, shape=arguments.shape, group_size=128)
 
 

@@ -13,6 +13,8 @@
 #   27b      zero flips: the tiny 27B and one of its widths           150 s
 #   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
 #   wide     zero flips and speed: the 9B's widths, against stock     250 s
+#   native   zero flips and speed: vendor linears against ours, 9B's widths  300 s (estimated)
+#   native16 the same with all weights in 16 bit                      300 s (estimated)
 #   depth    schedules of draft depths against fixed ones, depth 0    250 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
@@ -59,7 +61,7 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net; do
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net test_native; do
     timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
@@ -166,6 +168,32 @@ stage_wide() {
   turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
   wait
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+}
+
+beside_native() { # work model: the route's own linears and the vendor's, timed in turn
+  local options=(--model "$2" --users 1,64 --prompts 128 --new-tokens 128 --max-num-seqs 64
+    --kv-gib 16)
+  local LIMIT=500
+  local -x VLLM_LOGGING_LEVEL=INFO # what was settled, and how long it took
+  turn 1/4 "$1" exact-0 "${options[@]}" &
+  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 --solo 16 &
+  turn 3/4 "$1" native-0 "${options[@]}" --route native &
+  turn 4/4 "$1" native-3 "${options[@]}" --route native --depth 3 --solo 16 &
+  wait
+  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+  grep -aoh "vllm_b70: \(linears: \|linear \|lm_head \|int4_linear \|census: \).*" "$1"/*.log |
+    sort -u | cut -c1-260
+}
+
+stage_native() {
+  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
+  beside_native "$1" "$models/wide-9b"
+}
+
+stage_native16() {
+  [ -d "$models/wide-9b-bf16" ] ||
+    python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b-bf16" --format bf16
+  beside_native "$1" "$models/wide-9b-bf16"
 }
 
 stage_depth() {

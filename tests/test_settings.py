@@ -9,7 +9,7 @@ from vllm_b70.settings import SWITCHES, Settings, SettingsError, is_on
 
 def test_defaults_are_off():
     assert Settings.from_env({}) == Settings(
-        enabled=False, linear="exact", census="strict", step_trace=None
+        enabled=False, linear="triton", census="strict", step_trace=None
     )
 
 
@@ -53,8 +53,8 @@ def test_good_values(tmp_path):
         ("VLLM_B70", "yes", "1 (on) or 0 (off)"),
         ("VLLM_B70", "", "1 (on) or 0 (off)"),
         ("VLLM_B70", "01", "1 (on) or 0 (off)"),
-        ("VLLM_B70_LINEAR", "fast", "exact, naive"),
-        ("VLLM_B70_LINEAR", "", "exact, naive"),
+        ("VLLM_B70_LINEAR", "fast", "triton, native, auto, naive"),
+        ("VLLM_B70_LINEAR", "", "triton, native, auto, naive"),
         ("VLLM_B70_CENSUS", "1", "strict, warn, off"),
         ("VLLM_B70_GRAPHS", "", "off, target, all"),
         ("VLLM_B70_STEP_TRACE", "", "absolute path"),
@@ -84,7 +84,7 @@ def test_a_shortlist_without_the_head_that_reads_it(tmp_path):
 
 def test_an_unknown_switch_is_refused_because_nothing_would_read_it():
     with pytest.raises(SettingsError, match="VLLM_B70_LINAER is not a switch"):
-        Settings.from_env({"VLLM_B70_LINAER": "exact"})
+        Settings.from_env({"VLLM_B70_LINAER": "triton"})
 
 
 @pytest.mark.parametrize(

@@ -686,6 +686,9 @@ class XpuPolicy(GpuPolicy):
         for need in xpu.needs(config.parallel_config.tensor_parallel_size):
             if not need.met:
                 _refuse(f"an XPU server without {need.what}", f"found {need.found}", need.remedy)
+        need = xpu.int4_gemm()
+        if current().linear == "native" and not need.met:
+            _refuse("VLLM_B70_LINEAR=native", f"found {need.found}", need.remedy)
         offload = config.offload_config
         if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
             _refuse(
@@ -735,7 +738,9 @@ def _choose_worker(config: VllmConfig, warms_up: bool, graphs: bool) -> None:
     """Let vLLM's worker take the census, warm up, verify its graphs if there are any, and skip
     draft steps where the schedule has depth 0."""
     parallel = config.parallel_config
-    census, skipping = current().census != "off", _skips(config)
+    # The same worker settles the routes of linears once the weights are loaded.
+    native = current().linear in ("native", "auto")
+    census, skipping = native or current().census != "off", _skips(config)
     if not census and not graphs and not skipping and not warms_up:
         return
     # One class takes the census and warms up.
@@ -750,8 +755,10 @@ def _choose_worker(config: VllmConfig, warms_up: bool, graphs: bool) -> None:
     elif ours is None:
         _refuse(
             f"--worker-cls {parallel.worker_cls}",
-            "the census, graphs, and a schedule with depth 0 need a worker class of their own",
-            "leave it out; VLLM_B70_CENSUS=off and VLLM_B70_GRAPHS=off do too but for the schedule",
+            "the census, native linears, graphs and a schedule with depth 0 need a worker class "
+            "of their own",
+            "leave it out; VLLM_B70_CENSUS=off and VLLM_B70_GRAPHS=off do too but for native "
+            "linears and the schedule",
         )
     else:
         parallel.worker_cls = ours
@@ -760,7 +767,14 @@ def _choose_worker(config: VllmConfig, warms_up: bool, graphs: bool) -> None:
 def _linears() -> Row:
     if current().linear == "naive":
         return Row("linears", "NAIVE", "a control (VLLM_B70_LINEAR=naive): NOT exact, never serve")
-    return Row("linears", "row-invariant", "one order of addition for every row count")
+    if current().linear == "triton":
+        return Row("linears", "row-invariant", "one order of addition for every row count")
+    faster = ", where it is the faster one" if current().linear == "auto" else ""
+    return Row(
+        "linears",
+        current().linear,
+        f"the vendor's kernel in one certified row class a shape{faster}; else our own",
+    )
 
 
 def _drafting(config: VllmConfig) -> list[Row]:

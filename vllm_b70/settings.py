@@ -73,9 +73,10 @@ SWITCHES: dict[str, Switch] = {
     "VLLM_B70": Switch("enabled", False, _switch, "1 switches the deterministic route on"),
     "VLLM_B70_LINEAR": Switch(
         "linear",
-        "exact",
-        _one_of("exact", "naive"),
-        "exact: row-invariant kernels; naive: dequantise and call BLAS, the control that must fail",
+        "triton",
+        _one_of("triton", "native", "auto", "naive"),
+        "triton: our own kernels (on a CPU they are numba's); native: the vendor's, in certified "
+        "row classes; auto: the faster for each shape; naive: BLAS, the control that must fail",
     ),
     "VLLM_B70_CENSUS": Switch(
         "census",
@@ -126,7 +127,7 @@ class Settings:
 
     Attributes:
         enabled: The plugin's route is on.
-        linear: ``exact`` or ``naive`` (a control, never for serving).
+        linear: ``triton``, ``native``, ``auto`` or ``naive`` (a control, never for serving).
         census: ``strict``, ``warn`` or ``off``.
         graphs: ``off``, ``target`` or ``all``; None leaves it to the device and to vLLM's options.
         step_trace: File for the scheduler's step trace, or None.
@@ -137,7 +138,7 @@ class Settings:
     """
 
     enabled: bool = False
-    linear: str = "exact"
+    linear: str = "triton"
     census: str = "strict"
     graphs: str | None = None
     step_trace: Path | None = None

@@ -80,6 +80,21 @@ def graphs() -> Need:
     )
 
 
+def int4_gemm() -> Need:
+    """Intel's W4A16 kernel, which ``VLLM_B70_LINEAR=native`` calls; vLLM's platform imports it."""
+    import torch
+
+    there = hasattr(torch.ops._xpu_C, "int4_gemm_w4a16")
+    version = version_of("vllm-xpu-kernels")
+    return Need(
+        "native INT4 GEMM",
+        there,
+        f"vllm-xpu-kernels {version or 'not installed'}{'' if there else ', no int4_gemm_w4a16'}",
+        "install the vllm-xpu-kernels that this vLLM names in its requirements, or set "
+        "VLLM_B70_LINEAR=triton",
+    )
+
+
 def _matrix_unit(index: int, properties: Any) -> Need:
     """Kernels multiply by 16-wide subgroups and load rectangles: what Battlemage has."""
     lacks = [

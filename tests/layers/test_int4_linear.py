@@ -15,10 +15,18 @@ from vllm.model_executor.parameter import (
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.checkpoints import pack
-from vllm_b70.layers import int4_linear
-from vllm_b70.layers.int4_linear import CpuInt4LinearKernel, GpuInt4LinearKernel
+from vllm_b70.layers import int4_linear, native
+from vllm_b70.layers.int4_linear import (
+    CpuInt4LinearKernel,
+    GpuInt4LinearKernel,
+    NativeInt4LinearKernel,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from vllm_b70.ops import native as ops
 from vllm_b70.ops.int4_words import Int4Words, unpack_words
 from vllm_b70.reference.int4_linear import int4_linear as reference
+from vllm_b70.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +197,8 @@ def test_a_group_size_that_the_gpu_kernel_lacks_is_said():
     assert not can and "group size 16 is not covered" in why
 
 
-def test_ours_is_the_first_kernel_that_vllm_may_pick(monkeypatch):
+@pytest.mark.parametrize("linear", ["triton", "native", "auto"])
+def test_ours_is_the_first_kernel_that_vllm_may_pick(linear, monkeypatch):
     from vllm.model_executor.kernels import linear as kernels
     from vllm.platforms import PlatformEnum
 
@@ -198,13 +207,121 @@ def test_ours_is_the_first_kernel_that_vllm_may_pick(monkeypatch):
     )
     monkeypatch.setattr(int4_linear, "_POSSIBLE_KERNELS", kernels._POSSIBLE_KERNELS)
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "SomethingElse")
-    int4_linear.register("exact")
+    int4_linear.register(linear)
     disabled = os.environ["VLLM_DISABLED_KERNELS"].split(",")
     assert "SomethingElse" in disabled and "MarlinLinearKernel" in disabled
     for platform, ours in (
         (PlatformEnum.CPU, CpuInt4LinearKernel),
         (PlatformEnum.CUDA, GpuInt4LinearKernel),
-        (PlatformEnum.XPU, GpuInt4LinearKernel),
+        (PlatformEnum.XPU, GpuInt4LinearKernel if linear == "triton" else NativeInt4LinearKernel),
     ):
         enabled = [k for k in kernels._POSSIBLE_KERNELS[platform] if k.__name__ not in disabled]
         assert enabled == [ours]
+
+
+#: The native route: the vendor's layout, and the way back to ours.
+DEPTH, COLUMNS = 128, 96
+
+
+def product(weight, scale, zero, group):
+    """What the vendor's kernel computes from its own layout, in plain torch."""
+    assert weight.dtype == torch.int32 and weight.shape == (COLUMNS, DEPTH // 8)
+    q = unpack_nibbles(weight, 1).t().float()
+    if zero.dim() == 1:
+        assert zero.dtype == torch.int8
+        z = zero.float()
+    else:
+        z = unpack_nibbles(zero, 1).float().repeat_interleave(group, 0)
+    dense = (q - z) * scale.float().repeat_interleave(group, 0)
+    return lambda x: (x.float() @ dense).to(x.dtype)
+
+
+@pytest.fixture
+def vendor(monkeypatch):
+    monkeypatch.setattr(native, "current", lambda: Settings(linear="native"))
+    monkeypatch.setattr(ops, "has_int4_gemm", lambda: True)
+    monkeypatch.setattr(ops, "int4_gemm", product)
+    native.take_waiting()
+
+
+def small(symmetric, group):
+    weight = torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(1))
+    return pack.quantize(weight, group_size=group, symmetric=symmetric)
+
+
+def loaded(make, symmetric, group, kernel_class=NativeInt4LinearKernel):
+    weight = small(symmetric, group)
+    layer, names = make(weight, group == DEPTH)
+    kernel = kernel_class(config(DEPTH, COLUMNS, group, symmetric), *names)
+    kernel.process_weights_after_loading(layer)
+    return layer, kernel
+
+
+CASES = [
+    (compressed_tensors, True, 32),
+    (compressed_tensors, True, 128),
+    (compressed_tensors, False, 64),
+    (gptq, True, 32),
+]
+
+
+@pytest.mark.parametrize(("make", "symmetric", "group"), CASES)
+def test_both_layouts_reach_the_vendors_kernel(make, symmetric, group, vendor):
+    layer, kernel = loaded(make, symmetric, group)
+    (waiting,) = native.take_waiting()
+    assert waiting.op == "int4_linear" and (waiting.columns, waiting.depth) == (COLUMNS, DEPTH)
+    assert waiting.shape == f"96x128 group {group}{'' if symmetric else ' asymmetric'} bfloat16"
+    waiting.settle((1, 16, 1))
+    x = torch.randn(40, DEPTH).bfloat16()
+    bias = torch.randn(COLUMNS).bfloat16()
+    got = kernel.apply_weights(layer, x, bias)
+    weight = small(symmetric, group)
+    zero = torch.tensor([[8]]) if symmetric else weight.zero_points
+    spread = [
+        t.float().repeat_interleave(group, 1)
+        for t in (zero.expand_as(weight.scales), weight.scales)
+    ]
+    dense = (weight.codes.float() - spread[0]) * spread[1]
+    want = (x.float() @ dense.t()).bfloat16() + bias
+    assert torch.allclose(got.float(), want.float(), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize(("make", "symmetric", "group"), CASES)
+def test_the_way_back_gives_what_our_kernel_would_have_loaded(make, symmetric, group, vendor):
+    want, _ = loaded(make, symmetric, group, GpuInt4LinearKernel)
+    got, kernel = loaded(make, symmetric, group)
+    (waiting,) = native.take_waiting()
+    waiting.settle(())
+    assert got.b70_native == () and not hasattr(got, "b70_packed")
+    for name, buffer in want.named_buffers():
+        assert torch.equal(getattr(got, name), buffer), name
+    assert {name for name, _ in got.named_buffers()} == {name for name, _ in want.named_buffers()}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_the_vendor_does_not_cover_stays_ours(there, vendor, monkeypatch):
+    monkeypatch.setattr(ops, "has_int4_gemm", lambda: there)
+    weight = pack.quantize(
+        torch.randn(COLUMNS, 144 if there else DEPTH), group_size=16 + 16 * (not there)
+    )
+    layer, names = compressed_tensors(weight)
+    depth, group = (144, 16) if there else (DEPTH, 32)
+    kernel = NativeInt4LinearKernel(config(depth, COLUMNS, group, True), *names)
+    if there:
+        with pytest.raises(ValueError, match="group size 16"):
+            kernel.process_weights_after_loading(layer)
+    else:
+        kernel.process_weights_after_loading(layer)
+        assert hasattr(layer, "b70_words")
+    assert native.take_waiting() == []
+
+
+def test_a_layer_that_nobody_settled_multiplies_nothing(vendor):
+    layer, kernel = loaded(compressed_tensors, True, 32)
+    with pytest.raises(native.PluginError, match="no route was chosen"):
+        kernel.apply_weights(layer, torch.randn(2, DEPTH).bfloat16())
+
+
+def test_nibbles_there_and_back():
+    values = torch.randint(0, 16, (5, 64), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(values), 1), values)

@@ -36,7 +36,7 @@ CASES = {
     "target device": ({"VLLM_TARGET_DEVICE": "cpu"}, "", ""),
     "malformed switch": ({"VLLM_B70": "yes"}, "", ""),
     "malformed choice": ({"VLLM_B70_LINEAR": "fast"}, "", ""),
-    "unknown switch": ({"VLLM_B70_LINAER": "exact"}, "", ""),
+    "unknown switch": ({"VLLM_B70_LINAER": "triton"}, "", ""),
     "swallowed exception": ({}, SWALLOWED, ""),
     "another seam": ({}, ANOTHER_SEAM, ""),
     "general plugin kept out": ({}, ONLY_THE_PLATFORM, ""),

@@ -246,3 +246,17 @@ load_general_plugins()
 """
     _, log = on_xpu(script, VLLM_B70="1")
     assert "VLLM_B70=1 but vLLM runs on UnspecifiedPlatform" in log
+
+
+@pytest.mark.parametrize("there", ["1", "0"])
+def test_native_linears_need_intels_int4_kernel(there, models, on_xpu):
+    environ = {"VLLM_B70_LINEAR": "native", "XPU_STUB_INT4_GEMM": there, "VLLM_B70_CENSUS": "off"}
+    (result,), log = on_xpu(SCRIPT, models, json.dumps([SMALL]), VLLM_B70="1", **environ)
+    if there == "1":
+        assert "error" not in result, result
+        assert result["table"]["linears"] == "native"
+        # It settles the routes, census or not.
+        assert result["worker"] == "vllm_b70.workers.CensusXpuWorker"
+    else:
+        sentence = "cannot honour VLLM_B70_LINEAR=native: found vllm-xpu-kernels 0.1.16.2, no int4"
+        assert sentence in result["error"]

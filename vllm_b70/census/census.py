@@ -37,6 +37,7 @@ def limits(config: VllmConfig) -> dict[str, Any]:
         "custom_ops": list(config.compilation_config.custom_ops),
         "mode": getattr(config.compilation_config.mode, "name", "NONE"),
         "v2_runner": bool(config.use_v2_model_runner),
+        "linears": dict(config.additional_config or {}).get("vllm_b70_linears", []),
     }
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 
-from vllm_b70.census.verdict import Probe, Verdict
+# Sets a variable of numba's, which is then in every key and not in those alone that are made later.
+from vllm_b70 import cpu  # noqa: F401
+from vllm_b70.census.verdict import Named, Verdict
 from vllm_b70.compat.versions import installed_vllm, version_of
 
 #: Changes when the judges change what they ask.
@@ -61,7 +64,9 @@ class Certificate:
         }
 
 
-def make_key(device: torch.device, probes: list[Probe], limits: dict[str, Any]) -> dict[str, Any]:
+def make_key(
+    device: torch.device, probes: Sequence[Named], limits: dict[str, Any]
+) -> dict[str, Any]:
     """All that can change what a census finds.
 
     Args:
@@ -113,9 +118,15 @@ def _versions() -> dict[str, str]:
     versions = {"vllm": installed_vllm(), "torch": torch.__version__}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
+    # The vendors' libraries that torch brings, MKL and oneDNN among them, and what the CPU has.
+    versions["torch.config"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
     for name in (
         "vllm-b70",
         "vllm-xpu-kernels",
+        "nvidia-cublas",
+        "nvidia-cublas-cu12",
+        "mkl",
+        "onemkl-sycl-blas",
         "triton",
         "triton-xpu",
         "numba",

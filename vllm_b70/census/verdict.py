@@ -12,8 +12,8 @@ import torch
 SEEDS = (1, 2, 3)
 
 
-class Probe(Protocol):
-    """One distinct op and shape on the path."""
+class Named(Protocol):
+    """What tells ops and shapes apart."""
 
     @property
     def op(self) -> str:
@@ -22,6 +22,10 @@ class Probe(Protocol):
     @property
     def shape(self) -> str:
         """All that makes it distinct, e.g. ``4096x12288 group 128 bfloat16``, columns x depth."""
+
+
+class Probe(Named, Protocol):
+    """One distinct op and shape on the path."""
 
     @property
     def least_memory(self) -> int:

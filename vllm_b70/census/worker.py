@@ -1,4 +1,4 @@
-"""A census, and a warm-up on a GPU, between the loading of weights and all that runs the model."""
+"""What happens between the loading of weights and everything that runs the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ class CensusMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        mode = current().census
+        settings = current()
+        if settings.linear in ("native", "auto"):
+            from vllm_b70.census.linears import settle
+
+            worker: Any = self
+            settle([worker.get_model()], worker.vllm_config)
+        mode = settings.census
         if mode != "off":
             from vllm_b70.census.census import certify
 

@@ -12,7 +12,7 @@ def register(settings: Settings) -> None:
     """Register every layer of the exact route; called once a process.
 
     Args:
-        settings: The switches; ``linear`` chooses between the exact kernel and the control,
+        settings: The switches; ``linear`` chooses whose kernels multiply,
             and some say how drafts are made.
 
     Raises:

@@ -16,8 +16,11 @@ from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from vllm_b70.compat.seams import require
+from vllm_b70.layers import native
 from vllm_b70.layers.logits_processor import without_nan
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_linear, int4_quantise, int4_words  # noqa: F401
+from vllm_b70.ops import native as vendor
+from vllm_b70.ops.row_classes import Gemm
 
 require("mp_kernel_config")
 
@@ -57,6 +60,11 @@ class PackedWeight:
                 f"the packed weight is {(*self._data.shape,)}, but K={depth} and N={columns} need "
                 f"{(*shape,)}: the checkpoint's shapes contradict its configuration."
             )
+
+    def packed(self) -> torch.Tensor:
+        """The words as loaded, [N, K / 8] int32: 8 values of k in a word, the lowest first."""
+        words = self._data if self._output_dim == 0 else self._data.t()
+        return words.contiguous()
 
     def to_host(self) -> PackedWeight:
         """Move the packed values to the host, so that the device holds one copy at a time."""
@@ -256,6 +264,92 @@ class GpuInt4LinearKernel(RowInvariantInt4LinearKernel):
         return y
 
 
+def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Inverse of ``unpack_nibbles`` along the last dimension: int32, 8 values in a word."""
+    words = values.unflatten(-1, (-1, NIBBLES)).to(torch.int32)
+    packed = words[..., 0].clone()
+    for i in range(1, NIBBLES):
+        packed |= words[..., i] << 4 * i
+    return packed
+
+
+class NativeInt4LinearKernel(GpuInt4LinearKernel):
+    """W4A16 on an XPU by Intel's kernel, or by ours where a layer's route says so.
+
+    A layer loads in the form of Intel's kernel, which is the checkpoint's own order of values, and
+    is packed anew for ours if need be.
+    """
+
+    def pack(
+        self,
+        layer: torch.nn.Module,
+        weight: PackedWeight,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+    ) -> None:
+        depth, columns = weight.depth, weight.columns
+        if depth % 32 or group_size % 32 or columns % NIBBLES or not vendor.has_int4_gemm():
+            super().pack(layer, weight, scale, zero, group_size)
+            return
+        dtype = self.config.act_type
+        zeros = torch.full((1,), 8, dtype=torch.int8, device=scale.device)
+        if zero is not None:
+            zeros = pack_nibbles(zero)
+        packed = weight.packed()
+        layer.register_buffer("b70_packed", packed, persistent=False)
+        layer.register_buffer("b70_scale", scale.to(dtype).contiguous(), persistent=False)
+        layer.register_buffer("b70_zeros", zeros, persistent=False)
+        layer.register_buffer("b70_zero", zero, persistent=False)
+        self.columns, self.group = columns, group_size
+        shape = f"{columns}x{depth} group {group_size}" + ("" if zero is None else " asymmetric")
+        native.wait(
+            "int4_linear", f"{shape} {str(dtype).removeprefix('torch.')}", columns, depth, dtype,
+            packed, layer, self,
+        )  # fmt: skip
+
+    def vendor(self, layer: Any) -> Gemm:
+        """As ``native.Method``."""
+        return vendor.int4_gemm(layer.b70_packed, layer.b70_scale, layer.b70_zeros, self.group)
+
+    def _words(self, layer: Any) -> int4_words.Int4Words:
+        def values(first: int, last: int) -> torch.Tensor:
+            part = layer.b70_packed[:, first // NIBBLES : -(-last // NIBBLES)]
+            return unpack_nibbles(part, 1).t()[: last - first]
+
+        depth = layer.b70_packed.shape[1] * NIBBLES
+        return int4_words.pack_words(
+            values, depth, self.columns, layer.b70_scale, layer.b70_zero, self.group,
+            self.config.act_type,
+        )  # fmt: skip
+
+    def own(self, layer: Any) -> Gemm:
+        """As ``native.Method``."""
+        packed = self._words(layer)
+        done = torch.zeros(
+            int4_gemm.counters(packed.columns), dtype=torch.int32, device=packed.words.device
+        )
+        return lambda x: torch.ops.vllm_b70.int4_gemm(
+            x, packed.words, packed.scale, packed.offset, None, done, packed.columns,
+            packed.group, 0,
+        )  # fmt: skip
+
+    def keep_own(self, layer: Any) -> None:
+        """As ``native.Method``."""
+        packed = self._words(layer)
+        del layer.b70_packed, layer.b70_zeros, layer.b70_zero
+        self.hold(layer, packed)
+
+    def multiply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        spans = native.spans_of(layer)
+        if not spans:
+            return super().multiply(layer, x, bias)
+        y: torch.Tensor = torch.ops.vllm_b70.native_int4_linear(
+            x, layer.b70_packed, layer.b70_scale, layer.b70_zeros, bias, self.group, spans
+        )
+        return y
+
+
 def register(linear: str) -> None:
     """Make our kernels the ones vLLM picks for 4-bit weights.
 
@@ -263,12 +357,14 @@ def register(linear: str) -> None:
     its own variable, VLLM_DISABLED_KERNELS.
 
     Args:
-        linear: ``exact`` or ``naive``.
+        linear: ``triton``, ``native``, ``auto`` or ``naive``; a vendor's kernel is known on an XPU
+            only.
     """
+    native_too = linear in ("native", "auto")
     ours = {
         PlatformEnum.CPU: NaiveInt4LinearKernel if linear == "naive" else CpuInt4LinearKernel,
         PlatformEnum.CUDA: GpuInt4LinearKernel,
-        PlatformEnum.XPU: GpuInt4LinearKernel,
+        PlatformEnum.XPU: NativeInt4LinearKernel if native_too else GpuInt4LinearKernel,
     }
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
     for platform, kernel in ours.items():

@@ -14,8 +14,11 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding
 
 from vllm_b70.compat.seams import require
+from vllm_b70.layers import native
 from vllm_b70.ops import gemm
 from vllm_b70.ops import linear as ops
+from vllm_b70.ops import native as vendor
+from vllm_b70.ops.row_classes import Gemm
 from vllm_b70.plugin import PluginError
 
 require("linear_method", "embedding_method")
@@ -78,20 +81,56 @@ def prepare(layer: Any, weight: torch.Tensor) -> None:
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear op over any leading dimensions of ``x``; it stays opaque to torch.compile."""
     rows = x.reshape(-1, x.shape[-1])
-    if hasattr(layer, "b70_done"):
+    if spans := native.spans_of(layer):
+        y = torch.ops.vllm_b70.native_linear(rows, layer.weight, bias, spans)
+    elif hasattr(layer, "b70_done"):
         y = torch.ops.vllm_b70.gemm(rows, layer.weight, bias, layer.b70_done, 0)
     else:
         y = torch.ops.vllm_b70.linear(rows, layer.b70_weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
+class Routes:
+    """What either route does with a 16-bit weight (``native.Method``)."""
+
+    def wait(self, op: str, layer: Any) -> None:
+        """Let the layer wait for its route."""
+        columns, depth = layer.weight.shape
+        shape = f"{columns}x{depth} {str(layer.weight.dtype).removeprefix('torch.')}"
+        native.wait(
+            op, shape, columns, depth, layer.weight.dtype, layer.weight.data, layer, self
+        )  # fmt: skip
+
+    def vendor(self, layer: Any) -> Gemm:
+        return vendor.linear_gemm(layer.weight)
+
+    def own(self, layer: Any) -> Gemm:
+        weight = layer.weight.data
+        if weight.device.type == "cpu":
+            packed = ops.pack(weight)
+            return lambda x: torch.ops.vllm_b70.linear(x, packed, None)
+        return lambda x: torch.ops.vllm_b70.gemm(x, weight, None, layer.b70_done, 0)
+
+    def keep_own(self, layer: Any) -> None:
+        prepare(layer, layer.weight.data)
+
+
+class RowInvariantLinearMethod(Routes, vllm_linear.UnquantizedLinearMethod):
     """16-bit linear in one order of addition for every row count."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         # The gated delta net keeps the weight of its convolution, [D, 1, W], in a linear layer.
         if layer.weight.dim() != 2:
             return
+        # Images are served without the promise.
+        if not native.wanted() or "visual" in layer.prefix.split("."):
+            self.keep_own(layer)
+            return
+        if layer.weight.device.type != "cpu":
+            prepare(layer, layer.weight.data)
+        self.wait("linear", layer)
+
+    def keep_own(self, layer: Any) -> None:
         prepare(layer, layer.weight.data)
         if hasattr(layer, "b70_weight"):
             layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
@@ -100,17 +139,22 @@ class RowInvariantLinearMethod(vllm_linear.UnquantizedLinearMethod):
         return multiply(layer, x, bias)
 
 
-class RowInvariantEmbeddingMethod(vllm_embedding.UnquantizedEmbeddingMethod):
+class RowInvariantEmbeddingMethod(Routes, vllm_embedding.UnquantizedEmbeddingMethod):
     """Embedding and lm_head; the look-up needs the weight as it is, so what the head needs is made
     beside it: for a head at load, for tied embeddings on a CPU at the first use as a head."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         head = isinstance(layer, vllm_embedding.ParallelLMHead)
-        if head or layer.weight.device.type != "cpu":
+        if layer.weight.device.type != "cpu":
             prepare(layer, layer.weight.data)
+        elif head and not native.wanted():
+            prepare(layer, layer.weight.data)
+        if head and native.wanted():
+            self.wait("lm_head", layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not hasattr(layer, "b70_weight") and not hasattr(layer, "b70_done"):
+        ready = native.spans_of(layer) or hasattr(layer, "b70_weight")
+        if not ready and not hasattr(layer, "b70_done"):
             prepare(layer, layer.weight.data)
         return multiply(layer, x, bias)
 

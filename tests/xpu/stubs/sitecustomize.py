@@ -67,7 +67,20 @@ def never(*args, **kwargs):
     raise AssertionError("the exact route calls nothing of vllm_xpu_kernels here")
 
 
+def int4_gemm_w4a16(x, weight, bias, scale, zeros, group, order):
+    return int4_gemm(x, weight, bias, scale, zeros, group, order)
+
+
 machine()
+#: What Intel's INT4 kernel does; tests of the native route put theirs here.
+int4_gemm = never
+if os.environ.get("XPU_STUB_INT4_GEMM", "1") == "1":
+    xpu_ops = torch.library.Library("_xpu_C", "FRAGMENT")
+    xpu_ops.define(
+        "int4_gemm_w4a16(Tensor x, Tensor weight, Tensor? bias, Tensor scale, Tensor zeros, "
+        "int group, Tensor? order) -> Tensor"
+    )
+    xpu_ops.impl("int4_gemm_w4a16", int4_gemm_w4a16, "CPU")
 cache_ops = torch.library.Library("_C_cache_ops", "FRAGMENT")
 cache_ops.define("getMemoryInfo(int device) -> (int, int)")
 for name, content in {
