@@ -253,7 +253,7 @@ def test_which_worker_serves(warms, mode, given, chosen, monkeypatch, caplog):
     monkeypatch.setattr(platform, "current", lambda: Settings(census=mode))
     parallel = types.SimpleNamespace(worker_cls=workers.STOCK.get(given, given))
     config = types.SimpleNamespace(parallel_config=parallel, speculative_config=None)
-    platform._choose_worker(config, warms)
+    platform._choose_worker(config, warms, graphs=False)
     assert parallel.worker_cls.rpartition(".")[2] == chosen
     assert ("its own does not warm up" in caplog.text) == (given == "its own")
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     model = tmp_path_factory.mktemp("graphs") / "model"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("graphs_engine.py")), str(model)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -256,7 +256,7 @@ def test_native_linears_need_intels_int4_kernel(there, models, on_xpu):
         assert "error" not in result, result
         assert result["table"]["linears"] == "native"
         # It settles the routes, census or not.
-        assert result["worker"] == "vllm_b70.workers.CensusXpuWorker"
+        assert result["worker"] == "vllm_b70.workers.CensusGraphsXpuWorker"
     else:
         sentence = "cannot honour VLLM_B70_LINEAR=native: found vllm-xpu-kernels 0.1.16.2, no int4"
         assert sentence in result["error"]

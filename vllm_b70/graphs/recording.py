@@ -21,6 +21,9 @@ TO_HOST = (
     "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__",
 )  # fmt: skip
 
+#: What CUDA and torch say of a call that waits, in sync-debug mode and while a graph is recorded.
+CUDA_WAITS = ("synchronizing CUDA operation", "during CUDA graph capture")
+
 
 def _waits(module: Any) -> list[tuple[Any, str]]:
     """What waits for a device, by its owner and name."""
@@ -117,6 +120,6 @@ def guarded(device: torch.device) -> Iterator[None]:
             first = reason[0]
             if isinstance(first, GraphError):
                 raise first from None
-            if "synchronizing CUDA operation" in str(first):
+            if any(words in str(first) for words in CUDA_WAITS):
                 _refusal(f"a call ({str(first).splitlines()[0]})")()
             raise first from None

@@ -53,12 +53,12 @@ def start_numba() -> None:
     and later tells it to the OpenMP runtime that it shares with torch, so that its own default, one
     thread a core, would overrule what vLLM set for its worker.
     """
-    name = "NUMBA_NUM_THREADS"
-    if name in os.environ or "numba" in sys.modules:
+    if "numba" in sys.modules:
         return
-    os.environ[name] = str(torch.get_num_threads())
-    try:
-        import numba  # noqa: F401
-    finally:
-        # Not for child processes: a worker has a number of its own.
-        del os.environ[name]
+    name, ours = "NUMBA_NUM_THREADS", "_B70_NUMBA_NUM_THREADS"
+    if os.environ.get(name) != os.environ.get(ours):
+        return  # The user's.
+    # It stays there: numba reads its variables again whenever it compiles, and stops if the number
+    # has changed. Ours is marked, as a child process, a worker for instance, has its own.
+    os.environ[name] = os.environ[ours] = str(torch.get_num_threads())
+    import numba  # noqa: F401
