@@ -32,14 +32,14 @@ def test_int4_ratios(peer):
     rows = [
         r
         for r in results("gemm-h200.json")["rows"]
-        if r["run"] == 0 and r["peer"] == peer and (r["n"], r["k"]) in FOUR
+        if r["run"] in (0, 7, 9) and r["peer"] == peer and (r["n"], r["k"]) in FOUR
     ]
     want = [span(r["ratio"] for r in rows if a <= r["rows"] <= b) for a, b in INT4_ROWS]
     assert line(f"| against {peer.title()}") == want
 
 
 def test_linear_ratios_and_argmax():
-    rows = [r for r in results("gemm-h200.json")["rows"] if r["run"] in (2, 3, 4)]
+    rows = [r for r in results("gemm-h200.json")["rows"] if r["run"] in (2, 3, 4, 8)]
     bf16 = [r for r in rows if r["op"] == "linear" and r["dtype"] == "bfloat16"]
     want = [span(r["ratio"] for r in bf16 if a <= r["rows"] <= b) for a, b in LINEAR_ROWS]
     assert line("| 248320x4096, 12288x4096, 4096x4096") == want
@@ -53,19 +53,56 @@ def test_linear_ratios_and_argmax():
 
 def test_zero_flip_cells():
     rows = {
-        (r["route"], r["depth"]): r
+        (r["route"], r["depth"], r["users"]): r
         for r in results("exact-h200.json")["rows"]
-        if r["users"] == 64 and r["model"] == "9b"
+        if r["model"] == "wide-9b"
     }
-    for start, key in (
-        ("| this plugin, no speculation", ("exact", 0)),
-        ("| this plugin, MTP depth 3", ("exact", 3)),
-        ("| stock (", ("stock", 0)),
+    for start, route, depth in (
+        ("| this plugin, no speculation", "exact", 0),
+        ("| this plugin, MTP depth 3", "exact", 3),
+        ("| stock, no speculation", "stock", 0),
+        ("| stock, MTP depth 3", "stock", 3),
     ):
-        row = rows[key]
-        counts = [row["mismatches"], row["logprob_mismatches"]]
-        assert line(start) == [f"{count} of {row['sequences']}" for count in counts]
-    assert f"({rows['exact', 3]['acceptance']:.0%} of drafts accepted)" in README
+        row, alone = rows[route, depth, 64], rows[route, depth, 1]
+        counts = [
+            f"{row[name]} of {row['sequences']}" for name in ("mismatches", "logprob_mismatches")
+        ]
+        speeds = [f"{r['tokens_per_s']:,.0f}" for r in (alone, row)]
+        assert line(start) == [*counts, *speeds, f"{row['prompt_tokens_per_s']:,.0f}"]
+    assert f"({rows['exact', 3, 64]['acceptance']:.0%} of drafts accepted)" in README
+
+
+def test_every_cell_of_the_route_is_exact():
+    rows = [r for r in results("exact-h200.json")["rows"] if r["route"] == "exact"]
+    judged = [r for r in rows if "mismatches" in r]
+    assert all(r["mismatches"] == r["logprob_mismatches"] == 0 for r in judged)
+    tiny = [r for r in judged if r["model"] == "tiny-9b"]
+    assert {(r["users"], r["depth"]) for r in tiny} >= {
+        (users, depth) for users in (8, 32, 64, 128) for depth in (0, 1, 3, 6)
+    }
+    assert all(r["sequences"] == 128 for r in tiny)
+    assert all(0.1 < r["acceptance"] < 0.9 for r in tiny if r["depth"])
+
+
+def test_draft_head():
+    rows = results("draft-h200.json")["rows"]
+    passes = {
+        (r["layer"], r["head"]): r["us"] for r in rows if r["op"] == "draft_pass" and r["rows"] == 1
+    }
+    shown = ", ".join(
+        f"{passes[key]:.0f}"
+        for key in (
+            ("16-bit", "16-bit"), ("16-bit", "int4"), ("16-bit", "int4, shortlist"),
+            ("int4", "int4, shortlist"),
+        )
+    )  # fmt: skip
+    assert f"{shown} us" in README
+    few = [
+        r["of_floor"]
+        for r in rows
+        if r["op"] == "int4_argmax" and r["n"] == 248320 and r["rows"] <= 16
+    ]
+    assert f"{span(few)} of the floor" in README
 
 
 def test_attention_ratios():
