@@ -27,10 +27,24 @@ passes.PostGradPassManager = object
 sys.modules[passes.__name__] = passes
 
 
+def plan_cache(config, specs, memory):
+    """What the engine makes of one worker's specs."""
+    try:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    except ImportError:  # 0.33
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+
+        groups = get_global_kv_cache_groups(config, [specs])
+        (cache,) = get_kv_cache_configs(config, [specs], [memory], groups)
+        cache.kv_cache_layout = config.cache_config.kv_cache_layout
+        return cache
+    (cache,) = get_kv_cache_configs(config, [specs], [memory])
+    return cache
+
+
 def make_runner(config):
     """The runner as the engine has it when it is about to capture."""
     from vllm.v1.attention.backends import utils
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.worker_base import get_current_attn_backends
@@ -58,7 +72,7 @@ def make_runner(config):
     backends = get_current_attn_backends(config)
     layouts = [layout.name for layout in utils.get_supported_kv_cache_layouts(backends)]
     utils.resolve_kv_cache_layout(config, [layouts], specs.values())
-    (cache,) = get_kv_cache_configs(config, [specs], [2**30])
+    cache = plan_cache(config, specs, 2**30)
     config.cache_config.num_gpu_blocks = cache.num_blocks
     runner.initialize_kv_cache(cache)
     return runner
