@@ -68,6 +68,7 @@ def head() -> dict[str, Any]:
     """What every kept result begins with: device, versions and command, without paths."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     script, *arguments = sys.argv
+    script = f"benchmarks/{Path(script).name}"
     words = ["python", script, *(Path(a).name if "/" in a else a for a in arguments)]
     return {"device": name, "versions": versions(), "command": " ".join(words)}
 

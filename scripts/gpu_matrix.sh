@@ -15,6 +15,7 @@
 #   wide     zero flips and speed: the 9B's widths, against stock     250 s
 #   native   zero flips and speed: vendor linears against ours, 9B's widths  300 s (estimated)
 #   native16 the same with all weights in 16 bit                      300 s (estimated)
+#   profile  where a step's time goes at 64 users, beside stock       150 s (estimated)
 #   depth    schedules of draft depths against fixed ones, depth 0    250 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
 set -uo pipefail
@@ -194,6 +195,21 @@ stage_native16() {
   [ -d "$models/wide-9b-bf16" ] ||
     python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b-bf16" --format bf16
   beside_native "$1" "$models/wide-9b-bf16"
+}
+
+stage_profile() {
+  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
+  local route n=0
+  for route in exact stock; do
+    n=$((n + 1))
+    (
+      timeout 300 python3 benchmarks/profile_steps.py "$models/wide-9b" "$1/$route.txt" \
+        --route $route --turn "$n/2" >"$1/$route.log" 2>&1
+      touch "$1/ready-$n" "$1/done-$n"
+      grep -a "ms a step\|kernels a step" "$1/$route.txt" | sed "s/^/$route /"
+    ) &
+  done
+  wait
 }
 
 stage_depth() {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm_b70.census import linears, settled
+from vllm_b70.census import certificate, linears, settled
 from vllm_b70.census.rows import RowProbe
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod, RowInvariantLinearMethod
@@ -173,6 +173,23 @@ def test_the_digest_is_that_of_what_answers(mode, caplog):
         digests += re.findall(r"(\d) of \d shapes native, digest (\w+)", caplog.text)[drafts:]
         assert kept
     assert [native for native, _ in digests] == ["1", "2"] and digests[0][1] == digests[1][1]
+
+
+def test_another_card_of_the_kind_and_other_folders_take_the_same_file(mode, monkeypatch):
+    def key(capability, **environ):
+        device = {"name": "card", "driver": "1", "capability": capability}
+        with monkeypatch.context() as patch:
+            patch.setattr(certificate, "_device", lambda _: dict(device))
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            named = types.SimpleNamespace(op="linear", shape="96x64 bfloat16")
+            return settled.key_of(named, torch.device("cpu"), (0, 1))
+
+    cuda = "_CudaDeviceProperties(name='card', multi_processor_count={}, uuid={}, pci_bus_id={})"
+    first = key(cuda.format(132, "0a-1b", 3), CUDA_VISIBLE_DEVICES="0", TRITON_CACHE_DIR="a")
+    assert first == key(cuda.format(132, "9c-8d", 4), ZE_AFFINITY_MASK="1", TRITON_CACHE_DIR="b")
+    assert first != key(cuda.format(114, "0a-1b", 3))
+    assert first != key(cuda.format(132, "0a-1b", 3), CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
 def test_ranks_and_switches_have_files_of_their_own(mode, root):

@@ -87,6 +87,13 @@ def test_a_step_in_a_gap_of_its_width_runs_from_the_next_graph(make):
     assert graph(manager, 6, 2) == (8, 16)
 
 
+def test_a_graph_that_is_withheld_serves_no_step(make):
+    manager = make([[1, 8, 3], [9, 16, 1]])
+    capture_set.complete(manager)
+    capture_set.keep(manager, lambda key: key.num_reqs != 8)
+    assert graph(manager, 8, 4) is None and graph(manager, 16, 2) == (16, 32)
+
+
 @pytest.mark.parametrize(
     "schedule", [[[1, 2, 3], [3, 8, 1], [9, 16, 0]], [[1, 16, 2]], [[1, 3, 3], [4, 16, 2]]]
 )

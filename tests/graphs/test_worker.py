@@ -122,6 +122,8 @@ def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, capl
         return [wrong] * differences
 
     monkeypatch.setattr("vllm_b70.graphs.verify.verify", verify)
+    withheld = []
+    monkeypatch.setattr(worker, "withhold", lambda runner, which: withheld.append(which))
     before = Steps.closed
     with caplog.at_level("INFO", "vllm.vllm_b70"):
         if differences:
@@ -130,8 +132,9 @@ def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, capl
         else:
             worker.verify_runner(Runner())
             unseen = "8 requests of 1 tokens (depth 0, then 3 drafts each)"
-            assert f"not verified, nor can they run: {unseen}" in caplog.text
-            assert "2 of the target and 0 of the drafter" in caplog.text
+            assert f"such steps run without one: {unseen}" in caplog.text
+            assert "1 of the target and 0 of the drafter" in caplog.text
+            assert withheld == [{(8, 1)}]
     assert Steps.closed == before + 1 and [run.case.requests for run in asked] == [8, 4]
 
 
@@ -139,3 +142,32 @@ def test_a_runner_without_graphs_makes_no_requests(monkeypatch):
     monkeypatch.setattr(steps, "captured", lambda runner: ([], [], []))
     monkeypatch.setattr(steps, "Steps", None)
     worker.verify_runner(Runner())
+
+
+def test_no_room_to_verify_is_one_sentence(make, monkeypatch):
+    def verify(runner):
+        raise torch.OutOfMemoryError("no room")
+
+    runner = make()
+    monkeypatch.setattr(worker, "verify_runner", verify)
+    with pytest.raises(GraphError, match="no room on the device to verify its graphs"):
+        runner.capture_model()
+
+
+def test_what_was_not_verified_is_not_served():
+    def manager(*shapes):
+        made = types.SimpleNamespace(_candidates={(8, 0): keys(*shapes), (4, 0): []})
+        made.left = lambda: [
+            (k.num_reqs, k.uniform_token_count)
+            for found in made._candidates.values()
+            for k in found
+        ]
+        return made
+
+    target, prefill, decode = manager((8, 1), (4, 2)), manager((8, 1), (4, 2)), manager((8, 1))
+    speculator = types.SimpleNamespace(
+        prefill_cudagraph_manager=prefill, decode_cudagraph_manager=decode
+    )
+    runner = types.SimpleNamespace(cudagraph_manager=target, speculator=speculator)
+    worker.withhold(runner, {(8, 1)})
+    assert (target.left(), prefill.left(), decode.left()) == ([(4, 2)], [(4, 2)], [])

@@ -81,7 +81,12 @@ def make_key(
         "sources": sources(),
         "limits": limits,
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
-        "environ": {n: v for n, v in sorted(os.environ.items()) if n.startswith(VARIABLES)},
+        "environ": {
+            n: v
+            for n, v in sorted(os.environ.items())
+            # That one is ours, and there once numba is; the threads are in the key by themselves.
+            if n.startswith(VARIABLES) and n != "NUMBA_NUM_THREADS"
+        },
         "shapes": [[probe.op, probe.shape] for probe in probes],
     }
 

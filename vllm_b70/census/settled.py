@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -63,6 +64,12 @@ class Settled:
         )
 
 
+#: What torch says of a card that belongs to that one alone, as its properties print it.
+OF_ONE_CARD = re.compile(r",? ?\b(uuid|pci_\w+)=[^,)]*")
+#: Ends of variables that say which devices there are, or where files are: no kernel reads them.
+WHERE = ("VISIBLE_DEVICES", "AFFINITY_MASK", "DEVICE_SELECTOR", "_DIR", "_HOME", "_PATH", "_ROOT")
+
+
 def routes(settled: Iterable[Settled]) -> list[list[Any]]:
     """What decides bits, for JSON: op, shape and spans of each."""
     return [[one.op, one.shape, list(one.spans)] for one in settled]
@@ -84,7 +91,9 @@ def key_of(named: Named, device: torch.device, rank: tuple[int, int]) -> dict[st
     """
     key = make_key(device, [named], {"linear": current().linear, "rank": list(rank)})
     sizes = {n: v.split()[0] for n, v in key["versions"].items() if n.endswith(".so")}
-    return key | {"versions": key["versions"] | sizes}
+    kind = key["device"] | {"capability": OF_ONE_CARD.sub("", key["device"]["capability"])}
+    environ = {n: v for n, v in key["environ"].items() if not n.endswith(WHERE)}
+    return key | {"versions": key["versions"] | sizes, "device": kind, "environ": environ}
 
 
 def folder() -> Path:
@@ -142,6 +151,9 @@ def keep(key: dict[str, Any], settled: Settled) -> Settled:
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(json.dumps(content, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)  # other users of the cache read it
             os.link(name, path)  # fails if the file is there
         except FileExistsError:
             return load(key) or settled

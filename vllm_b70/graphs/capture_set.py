@@ -9,7 +9,7 @@ without one though there may be a larger one of their width. ``complete`` lists 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ def complete(manager: Any) -> None:
                 fitting.setdefault(graph.uniform_token_count, graph)
         candidates[tokens, adapters] = list(fitting.values())
     manager._candidates = candidates
+
+
+def keep(manager: Any, wanted: Callable[[Any], bool]) -> None:
+    """Let steps run from some of a manager's graphs only, all others without one.
+
+    Args:
+        manager: A ``CudaGraphManager``; its list of candidates is replaced.
+        wanted: Says it of a graph's key.
+    """
+    candidates = manager._candidates.items()
+    manager._candidates = {at: [key for key in keys if wanted(key)] for at, keys in candidates}
 
 
 def planned(manager: Any) -> list[Any]:

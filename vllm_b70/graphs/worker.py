@@ -65,6 +65,7 @@ def capture_and_verify(runner: Any, capture: Any, *, profile_only: bool = False)
             graph is not the eager step that it stands for.
     """
     from vllm_b70.graphs import capture_set, recording
+    from vllm_b70.graphs.verify import GraphError
 
     for manager in managers(runner):
         capture_set.complete(manager)
@@ -77,7 +78,16 @@ def capture_and_verify(runner: Any, capture: Any, *, profile_only: bool = False)
             raise capture_set.out_of_memory(sizes, runner.cudagraph_manager, error) from error
         raise
     if not profile_only:
-        verify_runner(runner)
+        try:
+            verify_runner(runner)
+        except Exception as error:
+            if not capture_set.is_out_of_memory(error):
+                raise
+            raise GraphError(
+                "there is no room on the device to verify its graphs beside the KV cache "
+                f"({type(error).__name__}): lower --gpu-memory-utilization, or set "
+                "VLLM_B70_GRAPHS=off."
+            ) from error
     return taken
 
 
@@ -100,16 +110,37 @@ def verify_runner(runner: Any) -> None:
     found = verify(runs)
     steps.close()
     enforce(found)
-    unseen = [run.name for run in runs if not run.seen]
+    unseen = [run for run in runs if not run.seen]
     if unseen:
         logger.warning(
-            "vllm_b70: the KV cache has no room for %d requests at a time, so the graphs for more "
-            "are not verified, nor can they run: %s",
-            len(steps.requests), ", ".join(unseen),
+            "vllm_b70: the KV cache has no room for %d requests with all their states, so some "
+            "graphs cannot be verified and such steps run without one: %s",
+            max(run.case.requests for run in unseen), ", ".join(run.name for run in unseen),
         )  # fmt: skip
+        withhold(runner, {(run.case.requests, run.case.width) for run in unseen})
+    replayed = {(run.case.requests, run.case.width) for run in runs if run.seen}
+    target = sum((key.num_reqs, key.uniform_token_count) in replayed for key in graphs[0])
+    requests = {requests for requests, _ in replayed}
+    drafter = sum(key.num_reqs in requests for key in [*graphs[1], *graphs[2]])
     logger.info(
         "vllm_b70: graphs: %d of the target and %d of the drafter have the bits of eager steps, "
         "%d sizes and depths, %.1f s",
-        len(graphs[0]), len(graphs[1]) + len(graphs[2]), len(runs) - len(unseen),
-        time.perf_counter() - begun,
+        target, drafter, len(runs) - len(unseen), time.perf_counter() - begun,
     )  # fmt: skip
+
+
+def withhold(runner: Any, unverified: set[tuple[int, int]]) -> None:
+    """Let no step run from graphs that nothing has verified.
+
+    Args:
+        runner: vLLM's.
+        unverified: Requests and tokens of each, of the target's steps.
+    """
+    from vllm_b70.graphs.capture_set import keep
+
+    for manager in managers(runner):
+        if manager is runner.cudagraph_manager:
+            keep(manager, lambda key: (key.num_reqs, key.uniform_token_count) not in unverified)
+        else:
+            # A pass of the drafter belongs to the steps of so many requests, whatever their width.
+            keep(manager, lambda key: key.num_reqs not in {count for count, _ in unverified})
