@@ -102,30 +102,39 @@ def accepted(engine: Any) -> tuple[float, float]:
     )
 
 
+def take_route(route: str) -> None:
+    """Set the switches of a route, before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_B70"] = "0" if route == "stock" else "1"
+    if route in ("native", "auto"):
+        os.environ["VLLM_B70_LINEAR"] = route
+
+
+def engine_options(route: str, depth: int, graphs: str = "on") -> dict[str, Any]:
+    """What an engine of a route is given besides the model and its limits."""
+    import torch
+
+    options = dict(STOCK) if torch.cuda.is_available() else {"enable_prefix_caching": False}
+    if depth:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": depth}
+    if graphs == "off":
+        # Compiled all the same: eager mode rounds elsewhere, which is another configuration.
+        options["compilation_config"] = {"cudagraph_mode": "NONE"}
+    elif route == "stock":
+        options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    return options
+
+
 def run_cell(arguments: argparse.Namespace) -> None:
     """Start an engine and answer the prompts for each number of users."""
     if arguments.out.exists():
         print(f"{arguments.out.name} is there", flush=True)
         return
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_B70"] = "0" if arguments.route == "stock" else "1"
-    if arguments.route in ("native", "auto"):
-        os.environ["VLLM_B70_LINEAR"] = arguments.route
-    import torch
+    take_route(arguments.route)
     from vllm import EngineArgs, LLMEngine
 
     begin = time.perf_counter()
-    options = dict(STOCK) if torch.cuda.is_available() else {"enable_prefix_caching": False}
-    if arguments.depth:
-        options["speculative_config"] = {
-            "method": "mtp",
-            "num_speculative_tokens": arguments.depth,
-        }
-    if arguments.graphs == "off":
-        # Compiled all the same: eager mode rounds elsewhere, which is another configuration.
-        options["compilation_config"] = {"cudagraph_mode": "NONE"}
-    elif arguments.route == "stock":
-        options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    options = engine_options(arguments.route, arguments.depth, arguments.graphs)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(arguments.model),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import os
 import pstats
 import statistics
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.exact_gpu import STOCK, wait_for_turn
+from benchmarks.exact_gpu import engine_options, take_route, wait_for_turn
 
 PROMPT, TOKENS = 600, 400
 #: Steps until the first prompts are done, steps with prompts that are measured, and decodes.
@@ -34,18 +33,9 @@ class Engine:
     """An engine of vLLM and what is asked of it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_B70"] = "0" if arguments.route == "stock" else "1"
+        take_route(arguments.route)
         from vllm import EngineArgs, LLMEngine
 
-        options: dict[str, Any] = dict(STOCK)
-        if arguments.depth:
-            options["speculative_config"] = {
-                "method": "mtp",
-                "num_speculative_tokens": arguments.depth,
-            }
-        if arguments.route == "stock":
-            options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
         self.users = arguments.users
         self.made = 0
         self.engine = LLMEngine.from_engine_args(
@@ -55,7 +45,7 @@ class Engine:
                 max_num_seqs=self.users,
                 kv_cache_memory_bytes=int(arguments.kv_gib * 2**30),
                 gpu_memory_utilization=0.1,
-                **options,
+                **engine_options(arguments.route, arguments.depth),
             )
         )
 

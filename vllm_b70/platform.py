@@ -20,7 +20,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_b70 import plugin, workers, xpu
 from vllm_b70.checkpoints.check import check_checkpoint, has_mtp_head, is_complete
 from vllm_b70.chunk_grid import GRID, least_batched_tokens, most_blocks
-from vllm_b70.settings import current
+from vllm_b70.settings import NATIVE, current
 from vllm_b70.speculation.schedule import check_graphs, check_schedule, depth_by_batch
 
 if TYPE_CHECKING:
@@ -739,7 +739,7 @@ def _choose_worker(config: VllmConfig, warms_up: bool, graphs: bool) -> None:
     draft steps where the schedule has depth 0."""
     parallel = config.parallel_config
     # The same worker settles the routes of linears once the weights are loaded.
-    native = current().linear in ("native", "auto")
+    native = current().linear in NATIVE
     census, skipping = native or current().census != "off", _skips(config)
     if not census and not graphs and not skipping and not warms_up:
         return

@@ -121,6 +121,10 @@ SWITCHES: dict[str, Switch] = {
 }
 
 
+#: Values of ``VLLM_B70_LINEAR`` that ask for the vendor's kernels.
+NATIVE = ("native", "auto")
+
+
 @dataclass(frozen=True)
 class Settings:
     """The switches as the process found them.

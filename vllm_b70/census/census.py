@@ -15,6 +15,7 @@ from vllm_b70.census import memory
 from vllm_b70.census.certificate import Certificate
 from vllm_b70.census.path import find
 from vllm_b70.census.ranks import least
+from vllm_b70.census.settled import FIELD
 from vllm_b70.census.verdict import Probe, Verdict
 
 # A child of vLLM's logger, so that the user's logging configuration applies.
@@ -37,7 +38,7 @@ def limits(config: VllmConfig) -> dict[str, Any]:
         "custom_ops": list(config.compilation_config.custom_ops),
         "mode": getattr(config.compilation_config.mode, "name", "NONE"),
         "v2_runner": bool(config.use_v2_model_runner),
-        "linears": dict(config.additional_config or {}).get("vllm_b70_linears", []),
+        "linears": dict(config.additional_config or {}).get(FIELD, []),
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_b70.census import memory
-from vllm_b70.census.settled import Settled, digest, folder, keep, key_of, load, routes
+from vllm_b70.census.settled import FIELD, Settled, digest, folder, keep, key_of, load, routes
 from vllm_b70.layers import native
 from vllm_b70.layers.linear import RowInvariantEmbeddingMethod
 from vllm_b70.layers.native import Waiting
@@ -26,9 +26,6 @@ from vllm_b70.settings import current
 
 logger = logging.getLogger("vllm.vllm_b70")
 
-#: Field of vLLM's ``additional_config`` that holds what was settled: the key of vLLM's compile
-#: cache and that of the census's certificate follow it.
-FIELD = "vllm_b70_linears"
 #: Multiplications that the counts of a shape may cost for each input, and what a call counts for:
 #: oneDNN makes a kernel for every row count.
 WORK = {"cpu": 2**33}

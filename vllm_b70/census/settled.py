@@ -64,6 +64,9 @@ class Settled:
         )
 
 
+#: Field of vLLM's ``additional_config`` that holds what was settled: the key of vLLM's compile
+#: cache and that of the census's certificate follow it.
+FIELD = "vllm_b70_linears"
 #: What torch says of a card that belongs to that one alone, as its properties print it.
 OF_ONE_CARD = re.compile(r",? ?\b(uuid|pci_\w+)=[^,)]*")
 #: Ends of variables that say which devices there are, or where files are: no kernel reads them.

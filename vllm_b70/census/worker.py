@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_b70.compat.seams import require
-from vllm_b70.settings import current
+from vllm_b70.settings import NATIVE, current
 
 require("worker_load", "block_size")
 
@@ -16,7 +16,7 @@ class CensusMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = current()
-        if settings.linear in ("native", "auto"):
+        if settings.linear in NATIVE:
             from vllm_b70.census.linears import settle
 
             worker: Any = self

@@ -20,6 +20,13 @@ from vllm_b70.graphs.verify import GraphError
 require("graph_manager", "graph_key", "graph_fits")
 
 
+def managers(runner: Any) -> list[Any]:
+    """The managers of a runner's graphs: of the target, and of the drafter's first pass and its
+    further ones; None for what it has not."""
+    names = ("prefill_cudagraph_manager", "decode_cudagraph_manager")
+    return [runner.cudagraph_manager, *(getattr(runner.speculator, n, None) for n in names)]
+
+
 def complete(manager: Any) -> None:
     """Let a step run from the smallest graph of its width that holds it.
 

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
 
 from vllm_b70.compat.seams import require
+from vllm_b70.graphs.capture_set import managers
 from vllm_b70.graphs.verify import DRAFTER, TARGET, GraphError, Part, Tensors
 
 require(
@@ -104,13 +105,9 @@ def cases(target: Any, prefill: Any, decode: Any, depth: int) -> list[Case]:
 
 def captured(runner: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """Keys of the graphs of the target and of the drafter's two passes."""
-    drafter = runner.speculator
-    managers = [
-        runner.cudagraph_manager,
-        getattr(drafter, "prefill_cudagraph_manager", None),
-        getattr(drafter, "decode_cudagraph_manager", None),
-    ]
-    target, prefill, decode = (list(manager.graphs) if manager else [] for manager in managers)
+    target, prefill, decode = (
+        list(manager.graphs) if manager else [] for manager in managers(runner)
+    )
     return target, prefill, decode
 
 

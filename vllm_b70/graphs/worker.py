@@ -41,13 +41,6 @@ def leave_eager(drafter: Any) -> None:
     drafter.init_cudagraph_manager = lambda mode: original(CUDAGraphMode.NONE)
 
 
-def managers(runner: Any) -> list[Any]:
-    """The runner's managers of graphs, the target's first."""
-    names = ("prefill_cudagraph_manager", "decode_cudagraph_manager")
-    drafter = [getattr(runner.speculator, name, None) for name in names]
-    return [manager for manager in (runner.cudagraph_manager, *drafter) if manager is not None]
-
-
 @torch.inference_mode()
 def capture_and_verify(runner: Any, capture: Any, *, profile_only: bool = False) -> int:
     """The runner's ``capture_model``.
@@ -67,7 +60,7 @@ def capture_and_verify(runner: Any, capture: Any, *, profile_only: bool = False)
     from vllm_b70.graphs import capture_set, recording
     from vllm_b70.graphs.verify import GraphError
 
-    for manager in managers(runner):
+    for manager in filter(None, capture_set.managers(runner)):
         capture_set.complete(manager)
     sizes = runner.compilation_config.cudagraph_capture_sizes
     try:
@@ -136,11 +129,11 @@ def withhold(runner: Any, unverified: set[tuple[int, int]]) -> None:
         runner: vLLM's.
         unverified: Requests and tokens of each, of the target's steps.
     """
-    from vllm_b70.graphs.capture_set import keep
+    from vllm_b70.graphs.capture_set import keep, managers
 
-    for manager in managers(runner):
-        if manager is runner.cudagraph_manager:
-            keep(manager, lambda key: (key.num_reqs, key.uniform_token_count) not in unverified)
-        else:
-            # A pass of the drafter belongs to the steps of so many requests, whatever their width.
-            keep(manager, lambda key: key.num_reqs not in {count for count, _ in unverified})
+    # A pass of the drafter belongs to the steps of so many requests, whatever their width.
+    requests = {count for count, _ in unverified}
+    target, *drafter = managers(runner)
+    keep(target, lambda key: (key.num_reqs, key.uniform_token_count) not in unverified)
+    for manager in filter(None, drafter):
+        keep(manager, lambda key: key.num_reqs not in requests)

@@ -21,6 +21,7 @@ from vllm_b70.layers.logits_processor import without_nan
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_linear, int4_quantise, int4_words  # noqa: F401
 from vllm_b70.ops import native as vendor
 from vllm_b70.ops.row_classes import Gemm
+from vllm_b70.settings import NATIVE
 
 require("mp_kernel_config")
 
@@ -360,7 +361,7 @@ def register(linear: str) -> None:
         linear: ``triton``, ``native``, ``auto`` or ``naive``; a vendor's kernel is known on an XPU
             only.
     """
-    native_too = linear in ("native", "auto")
+    native_too = linear in NATIVE
     ours = {
         PlatformEnum.CPU: NaiveInt4LinearKernel if linear == "naive" else CpuInt4LinearKernel,
         PlatformEnum.CUDA: GpuInt4LinearKernel,

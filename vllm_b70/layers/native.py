@@ -16,7 +16,7 @@ import torch
 from vllm_b70.ops import native
 from vllm_b70.ops.row_classes import Gemm
 from vllm_b70.plugin import PluginError
-from vllm_b70.settings import current
+from vllm_b70.settings import NATIVE, current
 
 #: The attribute of a layer: spans of its class, () for our own kernel, None while it waits.
 SPANS = "b70_native"
@@ -81,7 +81,7 @@ _waiting: list[Waiting] = []
 
 def wanted() -> bool:
     """Whether this process's switch asks for the vendor's kernels."""
-    return current().linear in ("native", "auto")
+    return current().linear in NATIVE
 
 
 def wait(
