@@ -63,11 +63,15 @@ def walk(
     ]
 
 
+def ahead(*found: Tile) -> list[Tile]:
+    """Each launch with nothing, a little and much of its weight asked for before it waits."""
+    return [replace(tile, ahead=values) for tile in found for values in (0, 512, 2048)]
+
+
 def few(m: int) -> list[Tile]:
     """One tile of rows: the weight's bytes take the time."""
-    found = plain((32, m, 128, 4, 4), (32, m, 128, 2, 5))
-    found += split((64, m, 128, 4, 4), (128, m, 64, 8, 5), swap=True)
-    return found
+    found = split((64, m, 128, 4, 4), swap=True) + split((32, m, 128, 4, 6)) if m < 64 else []
+    return ahead(*found, *plain((32, m, 128, 4, 4)))
 
 
 #: By weight, K partition and row count. 132 multiprocessors; a program multiplies fastest with 128
@@ -77,63 +81,28 @@ CELLS: dict[tuple[int, int], dict[int, dict[int, list[Tile]]]] = {
         1: {
             16: few(16),
             32: few(32),
-            64: split((128, 64, 64, 8, 6), (128, 64, 64, 4, 6), (128, 64, 128, 4, 4)),
-            128: walk((128, 128, 64, 4, 6), (128, 128, 64, 8, 6)),
-            256: walk((128, 128, 64, 8, 5), (128, 128, 64, 8, 4), (128, 128, 64, 4, 5),
-                      (128, 256, 64, 8, 4), kernel="wide")
-            + walk((128, 128, 128, 8, 2), kernel="wide")
-            + walk((256, 128, 64, 8, 4)),
-            512: walk((128, 128, 64, 8, 5), (128, 256, 64, 8, 4), (128, 256, 64, 8, 3),
-                      kernel="wide")
-            + walk((128, 128, 64, 4, 4), (256, 128, 64, 8, 4)),
-            1024: walk((128, 128, 64, 8, 5), (128, 256, 64, 8, 4), kernel="wide")
-            + walk((256, 128, 64, 8, 3)),
-            4096: walk((128, 256, 64, 8, 4), kernel="wide") + walk((256, 128, 64, 8, 4)),
+            64: ahead(*split((128, 64, 64, 8, 6), (128, 64, 64, 4, 6))),
+            128: ahead(*walk((128, 128, 64, 4, 6)), *walk((64, 128, 64, 4, 6), kernel="wide")[:1],
+                       *split((64, 128, 64, 4, 7), swap=True)),
+            256: ahead(*walk((128, 128, 64, 8, 5), (128, 128, 64, 4, 5), kernel="wide")),
+            512: ahead(*walk((128, 128, 64, 8, 5), (128, 256, 64, 8, 4), kernel="wide")[::2],
+                       *walk((128, 128, 64, 4, 4))[1:]),
+            1024: ahead(*walk((256, 128, 64, 8, 3))[1:]),
+            4096: ahead(*walk((256, 128, 64, 8, 4))[1:]),
         }
     },
     (4096, 4096): {
         1: {
-            16: few(16) + plain((16, 16, 128, 2, 8), (16, 16, 128, 4, 6)),
-            32: few(32),
-            64: split((32, 64, 64, 4, 8), (32, 64, 128, 4, 6), (64, 64, 64, 4, 8)),
-            128: split((64, 64, 64, 4, 8), (64, 64, 128, 4, 6), (32, 128, 64, 4, 8))
-            + split((64, 128, 64, 4, 6), swap=True),
-            256: split((128, 64, 64, 4, 7), (128, 64, 128, 4, 4))
-            + split((64, 128, 64, 4, 7), (64, 128, 128, 4, 4), swap=True),
-            512: walk((128, 128, 64, 8, 6), (128, 128, 64, 4, 6)),
-            1024: walk((256, 128, 64, 8, 4), (128, 256, 64, 8, 4)),
-            4096: walk((256, 128, 64, 8, 4)),
-        },
-        2: {
             16: few(16),
             32: few(32),
-            64: plain((64, 64, 128, 4, 4), (64, 64, 128, 4, 3))
-            + split((64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 64, 128, 4, 5))
-            + split((64, 64, 128, 4, 4), swap=True),
-            128: split((64, 128, 64, 4, 6), (64, 128, 64, 4, 4), (64, 128, 128, 4, 4),
-                       (64, 128, 64, 8, 6), swap=True)
-            + split((64, 128, 64, 4, 6), (128, 64, 64, 4, 6), (128, 128, 64, 8, 5)),
-            256: split((128, 128, 64, 8, 6), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3),
-                       (128, 128, 64, 4, 6), (128, 128, 128, 4, 3))
-            + split((128, 128, 64, 8, 6), (128, 128, 64, 4, 6), swap=True)
-            + walk((128, 64, 64, 4, 5)),
-            512: split((256, 128, 64, 8, 4), (128, 256, 64, 8, 4))
-            + walk((128, 128, 64, 8, 4), (128, 128, 64, 8, 6)),
-            1024: walk((128, 128, 64, 8, 6)) + walk((128, 128, 64, 8, 4), kernel="wide"),
-            4096: walk((128, 128, 64, 8, 6)) + walk((128, 128, 64, 8, 4), kernel="wide"),
-        },
-        4: {
-            16: few(16),
-            32: few(32),
-            64: split((128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
-            128: split((128, 128, 64, 8, 6), (128, 128, 64, 4, 6), (128, 128, 128, 8, 3),
-                       (128, 128, 64, 4, 3))
-            + split((128, 128, 64, 8, 6), swap=True),
-            256: split((256, 128, 64, 8, 4), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3),
-                       (128, 128, 64, 8, 3), (256, 128, 64, 8, 3)),
-            512: split((256, 128, 64, 8, 4)) + walk((128, 128, 64, 8, 4)),
-            1024: walk((128, 128, 64, 8, 6)),
-            4096: walk((128, 128, 64, 8, 6)),
+            64: ahead(*split((32, 64, 64, 4, 8), (32, 64, 128, 4, 6))),
+            128: ahead(*split((32, 128, 64, 4, 8), (64, 64, 64, 4, 8)),
+                       *split((64, 128, 64, 4, 6), swap=True)),
+            256: ahead(*split((128, 64, 64, 4, 7), (64, 128, 64, 4, 7)),
+                       *split((64, 128, 64, 4, 7), (64, 128, 128, 4, 4), swap=True)),
+            512: ahead(*walk((128, 128, 64, 8, 6), (128, 128, 64, 4, 6))[1::2]),
+            1024: ahead(*walk((256, 128, 64, 8, 4))[1:]),
+            4096: ahead(*walk((256, 128, 64, 8, 4))[1:]),
         },
     },
 }  # fmt: skip
@@ -223,7 +192,7 @@ class Race:
 
 def short(tile: Tile) -> str:
     """A tile in a few letters."""
-    flags = [f for f in ("swap", "tensor", "persistent", "overlap") if getattr(tile, f)]
+    flags = [f for f in ("swap", "tensor", "persistent", "ahead") if getattr(tile, f)]
     words = (tile.kernel, f"{tile.bn}x{tile.bm}x{tile.bk}", f"{tile.warps}w", f"{tile.stages}s")
     return " ".join([*words, *(f"{f}={getattr(tile, f)}"[:12] for f in flags)])
 

@@ -45,7 +45,8 @@ def _gemm(kernel: str, tile: dict[str, Any], dtype: str, parts: int = 3, **chang
     if kernel == "walk":
         constants["FLATTEN"] = tile.get("persistent", False)
     if kernel != "argmax":
-        constants["PDL"] = False
+        constants |= {"PDL": False, "AHEAD": 0}
+        types["weight"] = f"*{dtype}"
     # A walk's first part stands apart from the loop over the others.
     dots = 2 if kernel != "split" and parts > 1 else 1
     return Case(

@@ -20,7 +20,7 @@ from vllm_b70.kernels.blocks import (
     make_block,
     make_transposed_block,
 )
-from vllm_b70.kernels.overlap import let_next_start, wait
+from vllm_b70.kernels.overlap import fetch, let_next_start, wait
 
 #: Values of k that are never cut: parts begin at multiples of it, and BK divides it.
 UNIT = 128
@@ -103,6 +103,20 @@ def _parts(
 
 
 @triton.jit
+def _fetch_weight(
+    weight, column, first, N, K,
+    BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Bring the first AHEAD values of k, from unit ``first`` on, of a tile's columns to the L2.
+
+    Before the wait for the kernel before this one: no kernel of a step writes a weight.
+    """
+    rows_n = tl.minimum(column + tl.arange(0, BN), N - 1)
+    lines = tl.minimum(first * _UNIT + tl.arange(0, AHEAD // 64) * 64, K - 1)
+    fetch(weight + rows_n.to(tl.int64)[:, None] * K + lines[None, :])
+
+
+@triton.jit
 def _tile_offsets(row, column, N, BN: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr):
     """Rows, columns and offsets into [M, N] of an accumulator's elements."""
     rows_m = row + tl.arange(0, BM)
@@ -130,6 +144,7 @@ def _finish(
 def split(
     x,
     w,
+    weight,
     bias,
     partial,
     done,
@@ -145,6 +160,7 @@ def split(
     TENSOR: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (N / BN, PARTS, M / BM).
@@ -154,17 +170,22 @@ def split(
             ``blocks.POINTERS``.
         w: [N, K], the dtype of x; a tensor descriptor with blocks [BN, BK] if TENSOR, unless
             ``blocks.POINTERS``.
+        weight: What ``w`` describes; unread if AHEAD is 0.
         bias: [N], unread if not BIAS.
         partial: [PARTS, M, N] fp32 workspace; its former content does not matter. Unread if PARTS
             is 1.
         done: [M / BM * N / BN] int32, zero before and after. Unread if PARTS is 1.
         out: [M, N], the dtype of x.
+        AHEAD: Values of k of its part, 0 or a power of two from 64 on, whose weights a program that
+            may start early asks for before it waits.
     """
     part = tl.program_id(1)
     column, row = tl.program_id(0) * BN, tl.program_id(2) * BM
     units = tl.cdiv(K, _UNIT)
     first, last = part * units // PARTS, (part + 1) * units // PARTS
     if PDL:
+        if AHEAD > 0:
+            _fetch_weight(weight, column, first, N, K, BN, AHEAD)
         wait()
         let_next_start()
     y = _part(x, w, row, column, M, N, K, first, last, BN, BM, BK, SWAP, TENSOR, EVEN_K)
@@ -201,6 +222,7 @@ def _swizzle(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 def walk(
     x,
     w,
+    weight,
     bias,
     out,
     M,
@@ -215,6 +237,7 @@ def walk(
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     FLATTEN: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Many rows: one program walks the parts of a tile, then takes another tile.
@@ -222,10 +245,13 @@ def walk(
     Grid: any number of programs up to the number of tiles; else as ``split``. FLATTEN makes one
     loop of the tiles and their steps, so that the next tile's loads begin under a tile's stores.
     """
+    row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     if PDL:
+        if AHEAD > 0:
+            _, column = _swizzle(tl.program_id(0), row_tiles, column_tiles, 8)
+            _fetch_weight(weight, column * BN, 0, N, K, BN, AHEAD)
         wait()
         let_next_start()
-    row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(
         tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
     ):

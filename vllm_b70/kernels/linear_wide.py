@@ -8,7 +8,7 @@ order are those of the other kernels.
 import triton
 import triton.language as tl
 
-from vllm_b70.kernels.linear import _UNIT, _finish, _swizzle
+from vllm_b70.kernels.linear import _UNIT, _fetch_weight, _finish, _swizzle
 from vllm_b70.kernels.overlap import let_next_start, wait
 
 
@@ -30,9 +30,9 @@ def _part(x, w, rest, row, column, first, last,
 
 @triton.jit(do_not_specialize=["M"])
 def walk(
-    x, w, rest, bias, out, M, N, K,
+    x, w, rest, weight, bias, out, M, N, K,
     PARTS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    BIAS: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, FLATTEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``linear.walk``, for operands that are described.
 
@@ -40,11 +40,16 @@ def walk(
         x: A descriptor of [M, K] with blocks [BM, BK].
         w, rest: Descriptors of [N, K] with blocks [BN, BK] and [BN / 2, BK].
     """
-    if PDL:
-        wait()
-        let_next_start()
     units = tl.cdiv(K, _UNIT)
     row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, 3 * BN // 2)
+    if PDL:
+        if AHEAD > 0:
+            _, column = _swizzle(tl.program_id(0), row_tiles, column_tiles, 8)
+            column *= 3 * BN // 2
+            _fetch_weight(weight, column, 0, N, K, BN, AHEAD)
+            _fetch_weight(weight, column + BN, 0, N, K, BN // 2, AHEAD)
+        wait()
+        let_next_start()
     for tile in tl.range(
         tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
     ):

@@ -114,11 +114,13 @@ def launch(
     constants = _constants(x, bias, parts, tile, tensor)
     biases = weight if bias is None else bias
     overlap = tiles.overlap_options(x.device, tile.overlap)
+    overlap = overlap | {"AHEAD": tile.ahead if overlap["PDL"] else 0}
     if tile.kernel == "split":
         size = parts * rows * columns if parts > 1 else 1
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         kernels.split[(column_tiles, parts, row_tiles)](
-            left, right, biases, partial, done, out, rows, columns, depth, **constants, **overlap
+            left, right, weight, biases, partial, done, out, rows, columns, depth,
+            **constants, **overlap,
         )  # fmt: skip
         return
     wide = tile.kernel == "wide" and tensor
@@ -127,7 +129,7 @@ def launch(
     programs = row_tiles * column_tiles
     if tile.persistent:
         programs = min(programs, tiles.processors(x.device))
-    arguments = (biases, out, rows, columns, depth)
+    arguments = (weight, biases, out, rows, columns, depth)
     constants |= overlap | {"FLATTEN": tile.persistent}
     if not wide:
         kernels.walk[(programs,)](left, right, *arguments, **constants)

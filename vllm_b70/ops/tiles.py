@@ -40,6 +40,8 @@ class Tile:
             ``tiles``, or ``parts``: tiles whose parts are side by side.
         overlap: It may start while the kernel before it ends, where the device can. That saves the
             time of a launch, and costs room while the kernel before it still runs.
+        ahead: Values of k, a power of two from 64 on, whose weights a program asks for before it
+            waits for the kernel before it, where it may ``overlap``; 0 asks for none.
         unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
@@ -57,6 +59,7 @@ class Tile:
     grf: int = 0
     cut: str = ""
     overlap: bool = False
+    ahead: int = 0
     unroll: int = 1
 
 
