@@ -54,6 +54,7 @@ def _case(
     constants = dict(
         PARTS=parts, GROUP=group, STEP=step, BN=tile["bn"], BM=tile["bm"], FP16=dtype == "fp16",
         ASYMMETRIC=True, BIAS=True, EVEN_N=True, EVEN_K=True, PTX=False, LEFT=True, BLOCK=True,
+        AHEAD=0, PDL=False,
     )  # fmt: skip
     constants |= changed
     types = dict(

@@ -29,6 +29,7 @@ import triton.language as tl
 
 from vllm_b70.kernels.blocks import POINTERS, advance_block, load_block, make_block
 from vllm_b70.kernels.linear import rank
+from vllm_b70.kernels.overlap import fetch, let_next_start, wait
 
 
 @triton.jit
@@ -387,6 +388,23 @@ def _parts(
 
 
 @triton.jit
+def _fetch_words(
+    words, column, first, last, NP,
+    GROUP: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Bring the words of the first AHEAD values of k of a part, for BN columns, to the L2.
+
+    Before the wait for the kernel before this one: no kernel of a step writes a weight.
+    """
+    WORDS: tl.constexpr = GROUP // 8
+    LINE: tl.constexpr = 32
+    groups = tl.minimum(first + tl.arange(0, AHEAD // GROUP), last - 1)
+    lines = column * WORDS + tl.arange(0, BN * WORDS // LINE) * LINE
+    lines = tl.minimum(lines, NP * WORDS - 1)
+    fetch(words + groups.to(tl.int64)[:, None] * NP * WORDS + lines[None, :])
+
+
+@triton.jit
 def _places(rows_n, rows_m, M, N, LEFT: tl.constexpr):
     """Where a tile of the output lies, and which of its elements exist."""
     if LEFT:
@@ -439,6 +457,8 @@ def split(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Few rows: the parts side by side. Grid (columns / BN, PARTS, rows / BM).
 
@@ -456,11 +476,18 @@ def split(
         STEP: Values of k multiplied at once, 64 or GROUP; unread if not LEFT.
         LEFT: The rows are the left operand (XPU). The same bits.
         BLOCK: Load x by 2D blocks, if ``ops.blocks.fits``; unread if not LEFT.
+        AHEAD: Values of k of its part, 0 or at least a group and a power of two, whose words a
+            program that may start early asks for before it waits.
     """
     column, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
     first, last = part * groups // PARTS, (part + 1) * groups // PARTS
+    if PDL:
+        if AHEAD > 0:
+            _fetch_words(words, column * BN, first, last, NP, GROUP, BN, AHEAD)
+        wait()
+        let_next_start()
     y = _part(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, first, last,
         GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
@@ -509,11 +536,18 @@ def walk(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Many rows: one program walks the parts. Grid (rows / BM, columns / BN); else as ``split``."""
     row, column = tl.program_id(0), tl.program_id(1)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
+    if PDL:
+        if AHEAD > 0:
+            _fetch_words(words, column * BN, 0, groups, NP, GROUP, BN, AHEAD)
+        wait()
+        let_next_start()
     y = _parts(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
         GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
