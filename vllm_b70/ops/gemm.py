@@ -157,15 +157,13 @@ def launch(
     programs = row_tiles * column_tiles
     if tile.persistent:
         programs = min(programs, tiles.processors(x.device))
-    if wide:
+    if not wide:
+        launcher, operands = _launcher(kernels.walk, "walk", tile, *given), [x, weight]
+    else:
         from vllm_b70.kernels import linear_wide
 
-        launcher = _launcher(linear_wide.walk, "wide", tile, *given)
-        operands = (x, weight, weight, biases, out)
-    else:
-        launcher = _launcher(kernels.walk, "walk", tile, *given)
-        operands = (x, weight, biases, out)
-    launcher((programs,), operands, rows, columns, depth)
+        launcher, operands = _launcher(linear_wide.walk, "wide", tile, *given), [x, weight, weight]
+    launcher((programs,), (*operands, biases, out), rows, columns, depth)
 
 
 def _checked(
