@@ -222,12 +222,10 @@ def ours_prefill(layer: Layer, lengths: list[int]) -> Callable[[], None]:
         PromptSequences(ends[:-1].clone(), ends, slots, torch.zeros_like(ends[:-1]), chunks),
         sum(lengths), slice(0, sum(lengths)), offsets, begins > 0, begins,
     )  # fmt: skip
-    stand_in: Any = types.SimpleNamespace(
-        device_caches=lambda: (layer.history, layer.state), A_log=layer.a_log,
-        dt_bias=layer.dt_bias, conv1d=types.SimpleNamespace(weight=layer.conv.unsqueeze(1)),
-        key_dim=KEY_HEADS * SIZE, tp_size=1, head_k_dim=SIZE,
+    return lambda: run_prompts(
+        call, layer.x, layer.a, layer.b, layer.conv, layer.a_log, layer.dt_bias, layer.history,
+        layer.state, layer.out, KEY_HEADS,
     )  # fmt: skip
-    return lambda: run_prompts(stand_in, call, layer.x, layer.b, layer.a, layer.out)
 
 
 def vllm_prefill(layer: Layer, lengths: list[int]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vllm_b70.ops import gdn_launches, tiles
+from vllm_b70.ops import gdn_launches, launcher, tiles
 
 PACKAGE = "vllm.third_party.flash_linear_attention.ops"
 #: Module of each kernel that prompt chunks run through.
@@ -47,13 +47,39 @@ class Pinned:
         self.name, self.autotuner, self.fusion = name, autotuner, False
         self.fn, self.arg_names = autotuner.fn, autotuner.arg_names
         self._chosen: dict[int, dict[str, Any]] = {}
+        self._launchers: dict[tuple[Any, ...], tuple[launcher.Launcher, int]] = {}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch the kernel; called by Triton with the arguments of the launch."""
         heads = kwargs["H"]
         if heads not in self._chosen:
             self._chosen[heads] = self._choose(heads)
-        return self.fn.run(*args, **kwargs, **self._chosen[heads], enable_fp_fusion=self.fusion)
+        if not launcher.known() or not self._launch(args, kwargs, self._chosen[heads]):
+            self.fn.run(*args, **kwargs, **self._chosen[heads], enable_fp_fusion=self.fusion)
+
+    def _launch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: dict[str, Any]
+    ) -> bool:
+        """Launch at little cost to the host, if every parameter is given and nothing else."""
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs | chosen
+        grid, warmup = given.pop("grid"), given.pop("warmup")
+        options = {name: given.pop(name) for name in chosen.keys() - set(self.arg_names)}
+        if warmup or given.keys() != set(self.arg_names):
+            return False
+        values = [given[name] for name in self.arg_names]
+        constants = tuple([values[i] for i in self.fn.constexprs])
+        if constants not in self._launchers:
+            named = {self.arg_names[i]: values[i] for i in self.fn.constexprs}
+            scalars = [i for i, v in enumerate(values) if isinstance(v, (int, float))]
+            self._launchers[constants] = (
+                launcher.Launcher(self.fn, named | options | {"enable_fp_fusion": self.fusion}),
+                min(scalars),
+            )
+        found, pointers = self._launchers[constants]
+        last = len(values) - len(constants)
+        grid = grid(given) if callable(grid) else grid
+        found(grid, values[:pointers], *values[pointers:last])
+        return True
 
     def _choose(self, heads: int) -> dict[str, Any]:
         """The table's entry as the launcher takes it, if the kernel's authors tried it as well.

@@ -10,9 +10,12 @@ request, and the recurrent kernels over all other rows. A captured graph holds t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule_fwd
 from vllm.utils.platform_utils import is_pin_memory_available
@@ -71,7 +74,7 @@ class PromptLayout:
 
 
 def lay_out_prompts(
-    query_starts: list[int], ends: list[int], in_prompt: list[bool]
+    query_starts: Sequence[int], ends: Sequence[int], in_prompt: Sequence[bool]
 ) -> PromptLayout | None:
     """Find the prompt chunks of a step.
 
@@ -101,6 +104,92 @@ def lay_out_prompts(
         layout.positions.append(position)
         layout.offsets.append(layout.offsets[-1] + blocks)
     return layout if layout.requests else None
+
+
+@dataclass(frozen=True)
+class PlacedPrompts:
+    """A ``PromptLayout`` on the device, as far as it is the same for every group of layers.
+
+    Attributes:
+        layout: What the host sees.
+        rows: The prompt rows of the batch, a slice or their indices.
+        in_prompt: [R] int32, 1 for a prompt chunk.
+        requests, sources, starts, offsets: As the layout's, int32.
+        chunks: [blocks, 2] int32, as the layout's.
+        resumed: [N] int32, 1, or 0 where the sequence begins here.
+    """
+
+    layout: PromptLayout
+    rows: slice | torch.Tensor
+    in_prompt: torch.Tensor
+    requests: torch.Tensor
+    sources: torch.Tensor
+    starts: torch.Tensor
+    offsets: torch.Tensor
+    chunks: torch.Tensor
+    resumed: torch.Tensor
+
+
+def copy_together(
+    arrays: Sequence[Sequence[int] | np.ndarray], device: torch.device
+) -> list[torch.Tensor]:
+    """Arrays of integers on the device by one copy, which the host does not wait for.
+
+    Args:
+        arrays: Integers that fit 32 bits, of one dimension each.
+        device: Where to.
+
+    Returns:
+        Each as int32, from a multiple of 16 bytes on: kernels are compiled once more for a pointer
+        that is off it.
+    """
+    first = [0]
+    for array in arrays:
+        first.append(first[-1] + -(-len(array) // 4) * 4)
+    host = np.zeros(first[-1], np.int32)
+    for at, array in zip(first, arrays, strict=False):
+        host[at : at + len(array)] = array
+    there = async_tensor_h2d(host, device=device, dtype=torch.int32)
+    return [there[at : at + len(array)] for at, array in zip(first, arrays, strict=False)]
+
+
+# Every group of layers builds its plan of the same step: only the first one copies.
+@functools.lru_cache(maxsize=1)
+def place_prompts(
+    query_starts: tuple[int, ...],
+    ends: tuple[int, ...],
+    in_prompt: tuple[bool, ...],
+    device: torch.device,
+) -> PlacedPrompts | None:
+    """``lay_out_prompts``, and what it found on the device; the same arguments and errors."""
+    layout = lay_out_prompts(query_starts, ends, in_prompt)
+    if layout is None:
+        return None
+    rows = layout.rows()
+    flags, requests, sources, starts, offsets, chunks, resumed, indices = copy_together(
+        [
+            in_prompt,
+            layout.requests,
+            layout.sources,
+            layout.starts,
+            layout.offsets,
+            np.array(layout.chunks, np.int32).ravel(),
+            [int(position > 0) for position in layout.positions],
+            [] if isinstance(rows, slice) else rows,
+        ],
+        device,
+    )
+    return PlacedPrompts(
+        layout=layout,
+        rows=rows if isinstance(rows, slice) else indices.long(),
+        in_prompt=flags,
+        requests=requests,
+        sources=sources,
+        starts=starts,
+        offsets=offsets,
+        chunks=chunks.view(-1, 2),
+        resumed=resumed,
+    )
 
 
 @dataclass
@@ -177,13 +266,19 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
         requests = m.num_reqs
         self._check_lost()
         starts = m.query_start_loc_cpu[: requests + 1].tolist()
-        in_prompt = [False] * requests if m.is_prefilling is None else m.is_prefilling.tolist()
         assert m.seq_lens_cpu_upper_bound is not None
-        layout = lay_out_prompts(starts, m.seq_lens_cpu_upper_bound.tolist(), in_prompt)
+        prompts = None
+        if m.is_prefilling is not None:
+            prompts = place_prompts(
+                tuple(starts),
+                tuple(m.seq_lens_cpu_upper_bound.tolist()),
+                tuple(m.is_prefilling.tolist()),
+                self.device,
+            )
         table = m.block_table_tensor[:requests, : self.num_spec + 1]
         plan = DevicePlan(
             prompts=None,
-            steps=starts[-1] > (0 if layout is None else layout.tokens),
+            steps=starts[-1] > (0 if prompts is None else prompts.layout.tokens),
             starts=self._starts[: requests + 1],
             read=self._read[:requests],
             table=self._table[:requests],
@@ -194,45 +289,20 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
             m.query_start_loc[: requests + 1],
             m.seq_lens[:requests],
             table,
-            None if layout is None else self._to_device([int(flag) for flag in in_prompt]),
+            None if prompts is None else prompts.in_prompt,
             plan.starts,
             plan.read,
             plan.table,
         )
         self._lost.copy_(record.lost, non_blocking=True)
-        if layout is not None:
-            plan.prompts = self._prompt_call(layout, table, plan.read)
+        if prompts is not None:
+            plan.prompts = _prompt_call(prompts, table, plan.read)
         return plan
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> DevicePlan:
         return self.build(0, common_attn_metadata)
-
-    def _to_device(self, values: Any) -> torch.Tensor:
-        return async_tensor_h2d(values, device=self.device, dtype=torch.int32)
-
-    def _prompt_call(
-        self, layout: PromptLayout, table: torch.Tensor, read: torch.Tensor
-    ) -> PromptCall:
-        rows = layout.rows()
-        requests = self._to_device(layout.requests)
-        resumed = self._to_device([int(position > 0) for position in layout.positions])
-        lost = read.index_select(0, requests) < 0
-        return PromptCall(
-            PromptSequences(
-                sources=self._to_device(layout.sources),
-                starts=self._to_device(layout.starts),
-                slots=table[:, 0].index_select(0, requests).long(),
-                resumed=resumed,
-                chunks=self._to_device(layout.chunks),
-            ),
-            layout.tokens,
-            rows if isinstance(rows, slice) else self._to_device(rows).long(),
-            self._to_device(layout.offsets),
-            kept=((resumed > 0) & ~lost)[:, None, None, None],
-            blank=torch.where(lost, float("nan"), 0.0)[:, None, None, None],
-        )
 
     def _states(self) -> StateRecord:
         """The group's record, as long as its cache has slots; made when the cache is there."""
@@ -266,6 +336,27 @@ class DeviceGDNBuilder(GDNAttentionMetadataBuilder):
             )
 
 
+def _prompt_call(prompts: PlacedPrompts, table: torch.Tensor, read: torch.Tensor) -> PromptCall:
+    """The prompt chunks for one group of layers, whose slots are in ``table``, and whose lost
+    states in ``read``, as ``DevicePlan`` has them."""
+    lost = read.index_select(0, prompts.requests) < 0
+    return PromptCall(
+        PromptSequences(
+            sources=prompts.sources,
+            starts=prompts.starts,
+            slots=table[:, 0].index_select(0, prompts.requests).long(),
+            resumed=prompts.resumed,
+            chunks=prompts.chunks,
+        ),
+        prompts.layout.tokens,
+        prompts.rows,
+        prompts.offsets,
+        # Resumed, and not lost.
+        kept=(prompts.resumed > lost)[:, None, None, None],
+        blank=torch.where(lost, float("nan"), 0.0)[:, None, None, None],
+    )
+
+
 def run_step(
     layer: RowInvariantGatedDeltaNet,
     plan: DevicePlan,
@@ -278,34 +369,34 @@ def run_step(
     history, state = layer.device_caches()
     weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)
     key_heads = layer.key_dim // layer.tp_size // layer.head_k_dim
+    inputs = (mixed_qkv, a, b, weight, layer.A_log, layer.dt_bias, history, state)
     if plan.prompts is not None:
-        run_prompts(layer, plan.prompts, mixed_qkv, b, a, out)
+        run_prompts(plan.prompts, *inputs, out, key_heads)
     if plan.steps:
-        recurrent_steps(
-            mixed_qkv, a, b, weight, layer.A_log, layer.dt_bias, history, state,
-            plan.starts, plan.read, plan.table, out, key_heads,
-        )  # fmt: skip
+        recurrent_steps(*inputs, plan.starts, plan.read, plan.table, out, key_heads)
 
 
 def run_prompts(
-    layer: RowInvariantGatedDeltaNet,
     call: PromptCall,
     mixed_qkv: torch.Tensor,
-    b: torch.Tensor,
     a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    history: torch.Tensor,
+    state: torch.Tensor,
     out: torch.Tensor,
+    key_heads: int,
 ) -> None:
-    """All prompt chunks of a step through the chunked kernels, each a sequence of its own."""
-    history, state = layer.device_caches()
-    weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)
-    key_heads = layer.key_dim // layer.tp_size // layer.head_k_dim
+    """All prompt chunks of a step through the chunked kernels, each a sequence of its own;
+    arguments as for ``recurrent_steps``."""
     sequences = call.sequences
     q, k, v, decay, beta = prompt_inputs(
-        mixed_qkv, a, b, weight, layer.A_log, layer.dt_bias, history, state, sequences,
-        call.tokens, key_heads,
-    )  # fmt: skip
+        mixed_qkv, a, b, weight, a_log, dt_bias, history, state, sequences, call.tokens, key_heads
+    )
     # A slot of a request that begins may hold anything, NaN included.
-    initial = torch.where(call.kept, state[sequences.slots], call.blank)
+    initial = torch.where(call.kept, state.index_select(0, sequences.slots), call.blank)
     together = isinstance(call.rows, slice)
     _, result, _, final, *_ = chunk_gated_delta_rule_fwd(
         q=q[None],
@@ -313,7 +404,7 @@ def run_prompts(
         v=v[None],
         g=decay[None],
         beta=beta[None],
-        scale=layer.head_k_dim**-0.5,
+        scale=state.shape[3] ** -0.5,
         initial_state=initial,
         output_final_state=True,
         cu_seqlens=sequences.starts,
@@ -323,4 +414,4 @@ def run_prompts(
     )
     if not together:
         out[call.rows] = result[0]
-    state[sequences.slots] = final
+    state.index_copy_(0, sequences.slots, final)

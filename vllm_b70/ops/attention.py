@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_b70.ops import library, tiles
+from vllm_b70.ops.launcher import Launcher
 
 #: Bytes of workspace that no call exceeds. Sequences whose parts do not fit are walked by one
 #: program a row tile; the bits are the same.
@@ -80,6 +82,7 @@ class Plan:
 PARTITIONS = {64: Partition(256, 64), 128: Partition(256, 64), 256: Partition(256, 32)}
 
 
+@functools.cache
 def plan(head_size: int, rows: int, device_type: str = "cuda") -> Plan:
     """The plan for a call.
 
@@ -157,6 +160,52 @@ def sequence_counts(most: int) -> list[int]:
     return sorted({1, most, min(2, most)} | ends | {n - 1 for n in ends})
 
 
+@functools.cache
+def _constants(heads: int, group: int, size: int, part: int, sequences: int) -> dict[str, Any]:
+    """What all three kernels are compiled for; ``sequences`` is a number that holds them."""
+    return dict(
+        HEADS=heads,
+        GROUP=group,
+        D=size,
+        PART=part,
+        SEQUENCES=sequences,
+        enable_fp_fusion=False,
+    )
+
+
+@functools.cache
+def _tiled(
+    kernel: Any,
+    launch: Launch,
+    block: int,
+    tile: int,
+    limit: int,
+    device: torch.device,
+    *shape: int,
+) -> Launcher:
+    """``split`` or ``walk`` with its constants.
+
+    Args:
+        kernel: The kernel.
+        launch: How it is launched.
+        block: Slots of a block of the cache.
+        tile: Keys of a tile.
+        limit: Rows of a sequence up to which it is split.
+        device: Where it runs.
+        shape: For ``_constants``.
+    """
+    own = dict(ROWS=launch.rows, LIMIT=limit, BLOCK=block, TILE=tile)
+    return Launcher(kernel, own | launch.options(device) | _constants(*shape))
+
+
+@functools.cache
+def _merge(kernel: Any, columns: int, warps: int, limit: int, *shape: int) -> Launcher:
+    """``merge`` with its constants; ``shape`` is for ``_constants``."""
+    group_rows = 1 << (shape[1] - 1).bit_length()
+    own = dict(GROUP_ROWS=group_rows, COLUMNS=columns, LIMIT=limit, STAGES=4, num_warps=warps)
+    return Launcher(kernel, own | _constants(*shape))
+
+
 def launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,15 +237,7 @@ def launch(
     if tokens == 0 or sequences == 0:
         return
     partition = plan.partition
-    constants = dict(
-        HEADS=heads,
-        GROUP=group,
-        D=size,
-        PART=partition.part,
-        SEQUENCES=_padded(sequences),
-        enable_fp_fusion=False,
-    )
-    tiled = dict(BLOCK=k.shape[1], TILE=partition.tile)
+    shape = (heads, group, size, partition.part, _padded(sequences))
     strides = (q.stride(0), out.stride(0), table.stride(0), k.stride(0), k.stride(1), k.stride(2))
     score = scale * math.log2(math.e)
     most = min(max_query, tokens) * group
@@ -212,24 +253,27 @@ def launch(
         choice = plan.split
         items = parts * heads * (min(most, limit) * sequences // choice.rows + sequences)
         programs = max(1, min(items, plan.programs * tiles.processors(q.device)))
-        kernels.split[(programs,)](
-            q, k, v, table, starts, lengths, out, work_m, work_total, work_acc,
+        split = _tiled(kernels.split, choice, k.shape[1], partition.tile, limit, q.device, *shape)
+        split(
+            (programs,), (q, k, v, table, starts, lengths, out, work_m, work_total, work_acc),
             score, sequences, capacity, *strides,
-            ROWS=choice.rows, LIMIT=limit, **choice.options(q.device), **tiled, **constants,
         )  # fmt: skip
         waiting = min(tokens, sequences * max(1, limit // group))
         columns = size if waiting * heads >= 2 * tiles.processors(q.device) else min(size, 64)
-        kernels.merge[(waiting, heads, size // columns)](
-            starts, lengths, out, work_m, work_total, work_acc, sequences, capacity, out.stride(0),
-            GROUP_ROWS=1 << (group - 1).bit_length(), COLUMNS=columns, LIMIT=limit, STAGES=4,
-            num_warps=plan.merge_warps, **constants,
+        _merge(kernels.merge, columns, plan.merge_warps, limit, *shape)(
+            (waiting, heads, size // columns),
+            (starts, lengths, out, work_m, work_total, work_acc),
+            sequences, capacity, out.stride(0),
         )  # fmt: skip
     if most > limit:
         choice = plan.walk
-        kernels.walk[(tokens * group // choice.rows + sequences, heads)](
-            q, k, v, table, starts, lengths, out, score, sequences, *strides,
-            ROWS=choice.rows, LIMIT=limit if sequences > 1 else 0,
-            **choice.options(q.device), **tiled, **constants,
+        walk = _tiled(
+            kernels.walk, choice, k.shape[1], partition.tile, limit if sequences > 1 else 0,
+            q.device, *shape,
+        )  # fmt: skip
+        walk(
+            (tokens * group // choice.rows + sequences, heads),
+            (q, k, v, table, starts, lengths, out), score, sequences, *strides,
         )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def chunk(kernel: str, device_family: str, heads: int) -> dict[str, int]:
     return dict(_entry(kernel, device_family, heads))
 
 
+@functools.cache
 def recurrent(device_family: str, heads: int) -> Launch:
     """The launch of the recurrent kernel; arguments as for ``chunk``."""
     return Launch(**_entry("recurrent", device_family, heads))

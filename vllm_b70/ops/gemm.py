@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from vllm_b70.ops import blocks, library, split, tiles
 from vllm_b70.ops.checks import check_bias, check_rows
+from vllm_b70.ops.launcher import Launcher
 from vllm_b70.reference.linear import UNIT
 
 OP = "linear"
@@ -38,28 +40,48 @@ def _describable(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and tensor.shape[1] * tensor.element_size() % 16 == 0
 
 
-def _operands(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> tuple[Any, Any, bool]:
-    """The operands as the kernel takes them, and whether it loads rectangles of them."""
+def _rectangles(x: torch.Tensor, weight: torch.Tensor, tile: tiles.Tile) -> bool:
+    """Whether a kernel loads rectangles of its operands: by descriptors, or blocks of pointers."""
     possible = blocks.fits if x.device.type == "xpu" else _describable
-    if not (tile.tensor and possible(x) and possible(weight)):
-        return x, weight, False
+    return tile.tensor and possible(x) and possible(weight)
+
+
+def _descriptors(kind: str, tile: tiles.Tile) -> dict[int, tuple[Any, ...]]:
+    """The operands that a kernel takes as descriptors, as ``Launcher`` wants it."""
     from vllm_b70.kernels.blocks import POINTERS
 
     if POINTERS:
-        return x, weight, True  # the kernel makes blocks of them
+        return {}  # the kernel makes blocks of them
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return (
-        TensorDescriptor.from_tensor(x, [tile.bm, tile.bk]),
-        TensorDescriptor.from_tensor(weight, [tile.bn, tile.bk]),
-        True,
-    )
+    heights = [tile.bm, tile.bn, tile.bn // 2] if kind == "wide" else [tile.bm, tile.bn]
+    return {i: (TensorDescriptor.from_tensor, [n, tile.bk]) for i, n in enumerate(heights)}
 
 
-def _constants(
-    x: torch.Tensor, bias: torch.Tensor | None, parts: int, tile: tiles.Tile, tensor: bool
-) -> dict[str, Any]:
-    """What every kernel of ``kernels.linear`` that multiplies is compiled for.
+@functools.cache
+def _launcher(
+    kernel: Any,
+    kind: str,
+    tile: tiles.Tile,
+    parts: int,
+    dtype: torch.dtype,
+    bias: bool,
+    even_k: bool,
+    tensor: bool,
+    device: torch.device,
+) -> Launcher:
+    """A kernel of ``kernels.linear`` or ``linear_wide`` that multiplies, with its constants.
+
+    Args:
+        kernel: The kernel.
+        kind: ``split``, ``walk``, ``wide`` or ``argmax``.
+        tile: The launch.
+        parts: The K partition.
+        dtype: Of the operands.
+        bias: Whether there is one.
+        even_k: Whether K is a multiple of ``UNIT``.
+        tensor: Whether it loads rectangles of the operands.
+        device: Where it runs.
 
     Raises:
         ValueError: The tile's steps of k would cross the border of a part.
@@ -69,20 +91,29 @@ def _constants(
             f"a tile has a step of {tile.bk} values of k, but parts begin at multiples of {UNIT}: "
             "use a step that divides it"
         )
-    return dict(
+    constants: dict[str, Any] = dict(
         PARTS=parts,
         BN=tile.bn,
         BM=tile.bm,
         BK=tile.bk,
-        SWAP=tile.swap,
-        TENSOR=tensor,
-        BIAS=bias is not None,
-        EVEN_K=x.shape[1] % UNIT == 0,
+        BIAS=bias,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
-        **tiles.backend_options(tile, x.device),
+        **tiles.backend_options(tile, device),
     )
+    if kind != "wide":
+        constants |= {"SWAP": tile.swap, "TENSOR": tensor, "EVEN_K": even_k}
+    if kind in ("walk", "wide"):
+        constants["FLATTEN"] = tile.persistent
+    if kind == "argmax":
+        import triton.language as tl
+
+        constants["DTYPE"] = tl.float16 if dtype == torch.float16 else tl.bfloat16
+    else:
+        overlap = tiles.overlap_options(device, tile.overlap)
+        constants |= overlap | {"AHEAD": tile.ahead if overlap["PDL"] else 0}
+    return Launcher(kernel, constants, _descriptors(kind, tile) if tensor else None)
 
 
 def launch(
@@ -110,17 +141,15 @@ def launch(
     rows, depth = x.shape
     columns = weight.shape[0]
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
-    left, right, tensor = _operands(x, weight, tile)
-    constants = _constants(x, bias, parts, tile, tensor)
+    tensor = _rectangles(x, weight, tile)
+    given = (parts, x.dtype, bias is not None, depth % UNIT == 0, tensor, x.device)
     biases = weight if bias is None else bias
-    overlap = tiles.overlap_options(x.device, tile.overlap)
-    overlap = overlap | {"AHEAD": tile.ahead if overlap["PDL"] else 0}
     if tile.kernel == "split":
         size = parts * rows * columns if parts > 1 else 1
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        kernels.split[(column_tiles, parts, row_tiles)](
-            left, right, weight, biases, partial, done, out, rows, columns, depth,
-            **constants, **overlap,
+        _launcher(kernels.split, "split", tile, *given)(
+            (column_tiles, parts, row_tiles), (x, weight, weight, biases, partial, done, out),
+            rows, columns, depth,
         )  # fmt: skip
         return
     wide = tile.kernel == "wide" and tensor
@@ -129,18 +158,14 @@ def launch(
     programs = row_tiles * column_tiles
     if tile.persistent:
         programs = min(programs, tiles.processors(x.device))
-    arguments = (weight, biases, out, rows, columns, depth)
-    constants |= overlap | {"FLATTEN": tile.persistent}
     if not wide:
-        kernels.walk[(programs,)](left, right, *arguments, **constants)
-        return
-    from triton.tools.tensor_descriptor import TensorDescriptor
+        launcher, operands = _launcher(kernels.walk, "walk", tile, *given), [x, weight, weight]
+    else:
+        from vllm_b70.kernels import linear_wide
 
-    from vllm_b70.kernels import linear_wide
-
-    rest = TensorDescriptor.from_tensor(weight, [tile.bn // 2, tile.bk])
-    constants = {k: v for k, v in constants.items() if k not in ("SWAP", "TENSOR", "EVEN_K")}
-    linear_wide.walk[(programs,)](left, right, rest, *arguments, **constants)
+        launcher = _launcher(linear_wide.walk, "wide", tile, *given)
+        operands = [x, weight, weight, weight]
+    launcher((programs,), (*operands, biases, out), rows, columns, depth)
 
 
 def _checked(
@@ -193,6 +218,12 @@ def gemm(
     return out
 
 
+@functools.cache
+def best_of(kernel: Any) -> Launcher:
+    """The kernel that ranks the best columns of each column tile, with its constants."""
+    return Launcher(kernel, dict(BLOCK=1024, num_warps=4))
+
+
 def launch_argmax(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -213,8 +244,6 @@ def launch_argmax(
         parts: The K partition.
         tile: The launch; its kernel, ``split`` or ``walk``, does not matter.
     """
-    import triton.language as tl
-
     from vllm_b70.kernels import linear as kernels
 
     columns, depth = weight.shape
@@ -224,15 +253,19 @@ def launch_argmax(
     for first in range(0, x.shape[0], piece):
         rows = x[first : first + piece]
         count = rows.shape[0]
-        left, right, tensor = _operands(rows, weight, tile)
-        best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
-        kernels.argmax[(-(-count // tile.bm), column_tiles)](
-            left, right, weight if bias is None else bias, best, count, columns, depth,
-            DTYPE=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
-            **_constants(x, bias, parts, tile, tensor),
+        tensor = _rectangles(rows, weight, tile)
+        launcher = _launcher(
+            kernels.argmax, "argmax", tile, parts, x.dtype, bias is not None, depth % UNIT == 0,
+            tensor, x.device,
         )  # fmt: skip
-        kernels.best_of[(count,)](
-            best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4
+        best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
+        launcher(
+            (-(-count // tile.bm), column_tiles),
+            (rows, weight, weight if bias is None else bias, best),
+            count, columns, depth,
+        )  # fmt: skip
+        best_of(kernels.best_of)(
+            (count,), (best, value[first:], index[first:]), count, column_tiles
         )
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_b70.ops import split, tiles
+from vllm_b70.ops.launcher import Launcher
 
 #: Its tiles: columns, and rows to choose from.
 BN, BM = 128, (64, 128)
@@ -110,6 +112,40 @@ def share(cut: str, count: int, groups: int, parts: int, processors: int, bm: in
     return Share(programs, count, "", 0, 0)
 
 
+@functools.cache
+def _launcher(
+    kernel: Any,
+    bm: int,
+    cut: str,
+    parts: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    bias: bool,
+    even_n: bool,
+) -> Launcher:
+    """The kernel with its constants."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return Launcher(
+        kernel,
+        dict(
+            PARTS=parts,
+            CUT=cut,
+            BM=bm,
+            STAGES=stages(bm),
+            FP16=dtype == torch.float16,
+            ASYMMETRIC=asymmetric,
+            BIAS=bias,
+            EVEN_N=even_n,
+            num_warps=4,
+            enable_fp_fusion=False,
+        ),
+        blocks={0: (TensorDescriptor.from_tensor, [bm, GROUP], layout)},
+    )
+
+
 def launch(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -132,9 +168,6 @@ def launch(
         raise ValueError(f"the Hopper kernel has no tile of {tile.bn} columns and {tile.bm} rows")
     if not fits(x, words, GROUP, parts):
         raise ValueError("the Hopper kernel cannot serve this call")
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from vllm_b70.kernels import int4_linear_hopper as kernels
 
     rows, columns = out.shape
@@ -144,19 +177,13 @@ def launch(
         tile.cut, row_tiles * column_tiles, groups, parts, tiles.processors(x.device), tile.bm
     )
     state = torch.empty(max(1, plan.sums * BN * tile.bm), dtype=torch.float32, device=x.device)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    kernels.walk[(plan.programs,)](
-        TensorDescriptor.from_tensor(x, [tile.bm, GROUP], layout),
-        words, scale, words if offset is None else offset, scale if bias is None else bias,
-        state, done, out, rows, columns, padded, groups, row_tiles, column_tiles, plan.strided, 0,
-        PARTS=parts,
-        CUT=plan.cut,
-        BM=tile.bm,
-        STAGES=stages(tile.bm),
-        FP16=x.dtype == torch.float16,
-        ASYMMETRIC=offset is not None,
-        BIAS=bias is not None,
-        EVEN_N=padded % BN == 0,
-        num_warps=4,
-        enable_fp_fusion=False,
+    launcher = _launcher(
+        kernels.walk, tile.bm, plan.cut, parts, x.dtype, offset is not None, bias is not None,
+        padded % BN == 0,
+    )  # fmt: skip
+    launcher(
+        (plan.programs,),
+        (x, words, scale, words if offset is None else offset, scale if bias is None else bias,
+         state, done, out),
+        rows, columns, padded, groups, row_tiles, column_tiles, plan.strided, 0,
     )  # fmt: skip

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
-from vllm_b70.ops import blocks, int4_gemm, library, split, tiles
+from vllm_b70.ops import blocks, gemm, int4_gemm, library, split, tiles
 from vllm_b70.ops.int4_words import Int4Words
+from vllm_b70.ops.launcher import Launcher
 
 #: The table of tiles; the K partition is that of ``int4_gemm``, so that both have the same logits.
 OP = "int4_argmax"
+
+
+@functools.cache
+def _launcher(
+    kernel: Any,
+    tile: tiles.Tile,
+    parts: int,
+    group: int,
+    dtype: torch.dtype,
+    even_n: bool,
+    ptx: bool,
+    block: bool,
+    device: torch.device,
+) -> Launcher:
+    """The kernel that multiplies, with its constants."""
+    return Launcher(
+        kernel,
+        dict(
+            PARTS=parts,
+            GROUP=group,
+            STEP=min(tile.step or group, group),
+            BN=tile.bn,
+            BM=tile.bm,
+            FP16=dtype == torch.float16,
+            EVEN_N=even_n,
+            PTX=ptx,
+            LEFT=tile.left,
+            BLOCK=block,
+            UNROLL=tile.unroll,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+            **tiles.backend_options(tile, device),
+        ),
+    )
 
 
 def launch(
@@ -41,28 +80,15 @@ def launch(
         rows = x[first : first + piece]
         count, depth = rows.shape
         best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
-        kernels.argmax[(-(-count // tile.bm), column_tiles)](
-            rows, weight.words, weight.scale, best,
-            count, weight.columns, padded, depth, groups,
-            PARTS=parts,
-            GROUP=weight.group,
-            STEP=min(tile.step or weight.group, weight.group),
-            BN=tile.bn,
-            BM=tile.bm,
-            FP16=x.dtype == torch.float16,
-            EVEN_N=padded % tile.bn == 0,
-            PTX=ptx,
-            LEFT=tile.left,
-            BLOCK=tile.left and blocks.fits(rows),
-            UNROLL=tile.unroll,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-            **tiles.backend_options(tile, x.device),
+        launcher = _launcher(
+            kernels.argmax, tile, parts, weight.group, x.dtype, padded % tile.bn == 0, ptx,
+            tile.left and blocks.fits(rows), x.device,
         )  # fmt: skip
-        best_of[(count,)](
-            best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4
-        )
+        launcher(
+            (-(-count // tile.bm), column_tiles), (rows, weight.words, weight.scale, best),
+            count, weight.columns, padded, depth, groups,
+        )  # fmt: skip
+        gemm.best_of(best_of)((count,), (best, value[first:], index[first:]), count, column_tiles)
 
 
 def parts_of(weight: Int4Words) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vllm_b70.ops import blocks, hopper, library, split, tiles
 from vllm_b70.ops.checks import check_bias, check_rows
 from vllm_b70.ops.int4_words import Int4Words
+from vllm_b70.ops.launcher import Launcher
 
 OP = "int4_linear"
 #: Smallest tile of a kernel that counts finished parts.
@@ -18,6 +20,49 @@ LEAST_BN, LEAST_BM = 64, 8
 def counters(columns: int) -> int:
     """Size of the ``done`` buffer of a weight; see ``split.counters``."""
     return split.counters(columns, LEAST_BN, LEAST_BM)
+
+
+@functools.cache
+def _launcher(
+    kernel: Any,
+    tile: tiles.Tile,
+    parts: int,
+    group: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    bias: bool,
+    even_n: bool,
+    even_k: bool,
+    ptx: bool,
+    block: bool,
+    device: torch.device,
+) -> Launcher:
+    """A kernel of ``kernels.int4_linear`` that multiplies, with its constants."""
+    overlap = tiles.overlap_options(device, tile.overlap)
+    return Launcher(
+        kernel,
+        dict(
+            PARTS=parts,
+            GROUP=group,
+            STEP=min(tile.step or group, group),
+            BN=tile.bn,
+            BM=tile.bm,
+            FP16=dtype == torch.float16,
+            ASYMMETRIC=asymmetric,
+            BIAS=bias,
+            EVEN_N=even_n,
+            EVEN_K=even_k,
+            PTX=ptx,
+            LEFT=tile.left,
+            BLOCK=block,
+            AHEAD=tile.ahead if overlap["PDL"] else 0,
+            **overlap,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+            **tiles.backend_options(tile, device),
+        ),
+    )
 
 
 def launch(
@@ -58,39 +103,26 @@ def launch(
     columns = out.shape[1]
     groups, padded, _ = words.shape
     row_tiles, column_tiles = -(-rows // tile.bm), -(-columns // tile.bn)
-    constants: dict[str, Any] = dict(
-        PARTS=parts,
-        GROUP=group,
-        STEP=min(tile.step or group, group),
-        BN=tile.bn,
-        BM=tile.bm,
-        FP16=x.dtype == torch.float16,
-        ASYMMETRIC=offset is not None,
-        BIAS=bias is not None,
-        EVEN_N=padded % tile.bn == 0,
-        EVEN_K=depth % group == 0,
-        PTX=ptx,
-        LEFT=tile.left,
-        BLOCK=tile.left and blocks.fits(x),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-        **tiles.backend_options(tile, x.device),
-    )
+    launcher = _launcher(
+        kernels.split if tile.kernel == "split" else kernels.walk, tile, parts, group, x.dtype,
+        offset is not None, bias is not None, padded % tile.bn == 0, depth % group == 0, ptx,
+        tile.left and blocks.fits(x), x.device,
+    )  # fmt: skip
     offsets = words if offset is None else offset
     biases = scale if bias is None else bias
     if tile.kernel == "split":
         partial = torch.empty(
             parts * rows * columns if parts > 1 else 1, dtype=torch.float32, device=x.device
         )
-        kernels.split[(column_tiles, parts, row_tiles)](
-            x, words, scale, offsets, biases, partial, done, out,
-            rows, columns, padded, depth, groups, **constants,
+        launcher(
+            (column_tiles, parts, row_tiles),
+            (x, words, scale, offsets, biases, partial, done, out),
+            rows, columns, padded, depth, groups,
         )  # fmt: skip
     else:
-        kernels.walk[(row_tiles, column_tiles)](
-            x, words, scale, offsets, biases, out,
-            rows, columns, padded, depth, groups, **constants,
+        launcher(
+            (row_tiles, column_tiles), (x, words, scale, offsets, biases, out),
+            rows, columns, padded, depth, groups,
         )  # fmt: skip
 
 

@@ -6,10 +6,14 @@ norms are row-invariant there.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 
 from vllm_b70.ops import library, tiles
+from vllm_b70.ops.launcher import Launcher
 
 #: Values that a program of an XPU holds when there are rows enough to fill the device, and that a
 #: warp does; a thread of an XPU has fewer registers.
@@ -19,6 +23,42 @@ PROGRAM, WARP, XPU_WARP = 4096, 1024, 512
 FEW, MANY = 512, 2**22
 #: Values of a row that are left where the warps of a program that has one row meet.
 MEET = 4
+
+
+@functools.cache
+def _launcher(
+    kernel: Any,
+    columns: int,
+    heads: int,
+    rows_a_program: int,
+    warps: int,
+    mean: bool,
+    weight: bool,
+    residual: bool,
+    gate: str,
+    overlap: bool,
+    device: torch.device,
+) -> Launcher:
+    """The kernel with its constants."""
+    size = 1 << (columns - 1).bit_length()
+    return Launcher(
+        kernel,
+        dict(
+            COLUMNS=columns,
+            SIZE=size,
+            LEVELS=size.bit_length() - 1,
+            LAST=MEET if rows_a_program == 1 and warps > 1 and device.type != "xpu" else 1,
+            ROWS=rows_a_program,
+            HEADS=heads,
+            MEAN=mean,
+            WEIGHT=weight,
+            RESIDUAL=residual,
+            GATE=gate,
+            num_warps=warps,
+            enable_fp_fusion=False,
+            **tiles.overlap_options(device, overlap),
+        ),
+    )
 
 
 def launch(
@@ -75,30 +115,24 @@ def launch(
         return out, total
     size = 1 << (columns - 1).bit_length()
     rows_a_program, warps = choose(rows, size, x.device.type, rows_a_program, warps)
-    kernels.rms_norm[(-(-rows // rows_a_program),)](
-        x,
-        x if residual is None else residual,
-        x if z is None else z,
-        x if weight is None else weight.contiguous(),
-        out,
-        out if total is None else total,
+    launcher = _launcher(
+        kernels.rms_norm, columns, heads, rows_a_program, warps, mean, weight is not None,
+        residual is not None, gate, rows * size < MANY, x.device,
+    )  # fmt: skip
+    launcher(
+        (-(-rows // rows_a_program),),
+        (
+            x,
+            x if residual is None else residual,
+            x if z is None else z,
+            x if weight is None else weight.contiguous(),
+            out,
+            out if total is None else total,
+        ),
         rows,
         epsilon,
         offset,
         *(_strides(x) + _strides(residual) + _strides(z)),
-        COLUMNS=columns,
-        SIZE=size,
-        LEVELS=size.bit_length() - 1,
-        LAST=MEET if rows_a_program == 1 and warps > 1 and x.device.type != "xpu" else 1,
-        ROWS=rows_a_program,
-        HEADS=heads,
-        MEAN=mean,
-        WEIGHT=weight is not None,
-        RESIDUAL=residual is not None,
-        GATE=gate,
-        num_warps=warps,
-        enable_fp_fusion=False,
-        **tiles.overlap_options(x.device, rows * size < MANY),
     )
     return out, total
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_b70.chunk_grid import GRID
 from vllm_b70.ops import tiles
+from vllm_b70.ops.launcher import Launcher
 from vllm_b70.ops.recurrent_steps import check_layout
 
 #: Tokens of a program, and its warps. They choose the order in which the norm adds, so they are
@@ -32,6 +35,48 @@ class PromptSequences:
     slots: torch.Tensor
     resumed: torch.Tensor
     chunks: torch.Tensor
+
+
+@functools.cache
+def _launcher(
+    kernel: Any,
+    rows: tuple[int, int, int],
+    history: tuple[int, ...],
+    key_heads: int,
+    state: torch.Size,
+    device: torch.device,
+) -> Launcher:
+    """The kernel with its constants.
+
+    Args:
+        kernel: ``causal_conv1d.prompts``.
+        rows: Values between two rows of x, of a and of b.
+        history: The strides of the histories.
+        key_heads: HK.
+        state: The shape of the states but for their number.
+        device: Where it runs.
+    """
+    heads, values, keys = state
+    return Launcher(
+        kernel,
+        dict(
+            X_ROW=rows[0],
+            A_ROW=rows[1],
+            B_ROW=rows[2],
+            TOKEN=history[1],
+            CHANNEL=history[2],
+            HK=key_heads,
+            HV=heads,
+            K=keys,
+            V=values,
+            BD=max(keys, values),
+            GRID=GRID,
+            BT=BLOCK_TOKENS,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            **tiles.grf_options(GRF, device),
+        ),
+    )
 
 
 def prompt_inputs(
@@ -72,13 +117,14 @@ def prompt_inputs(
     decay = torch.empty((tokens, heads), dtype=torch.float32, device=x.device)
     beta = torch.empty_like(decay)
     programs = len(sequences.chunks) * (GRID // BLOCK_TOKENS)
-    causal_conv1d.prompts[(programs, 2 * key_heads + heads)](
-        x, a, b, a_log, dt_bias, weight, history,
-        sequences.sources, sequences.starts, sequences.slots, sequences.resumed, sequences.chunks,
-        q, k, v, decay, beta, history.stride(0) // 8,
-        X_ROW=x.stride(0), A_ROW=a.stride(0), B_ROW=b.stride(0),
-        TOKEN=history.stride(1), CHANNEL=history.stride(2), HK=key_heads, HV=heads, K=keys,
-        V=values, BD=max(keys, values), GRID=GRID, BT=BLOCK_TOKENS,
-        num_warps=WARPS, enable_fp_fusion=False, **tiles.grf_options(GRF, x.device),
+    launcher = _launcher(
+        causal_conv1d.prompts, (x.stride(0), a.stride(0), b.stride(0)), history.stride(), key_heads,
+        state.shape[1:], x.device,
+    )  # fmt: skip
+    launcher(
+        (programs, 2 * key_heads + heads),
+        (x, a, b, a_log, dt_bias, weight, history, sequences.sources, sequences.starts,
+         sequences.slots, sequences.resumed, sequences.chunks, q, k, v, decay, beta),
+        history.stride(0) // 8,
     )  # fmt: skip
     return q, k, v, decay, beta

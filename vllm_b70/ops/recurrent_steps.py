@@ -2,13 +2,91 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from vllm_b70.ops import gdn_launches, tiles
 from vllm_b70.ops.gdn_launches import Launch
+from vllm_b70.ops.launcher import Launcher
 
 #: Channels of a program of the convolution, and its warps; free, they cannot change a result.
 CONV_BLOCK, CONV_WARPS = 256, 4
+
+
+@functools.cache
+def _convolution(
+    kernel: Any, channels: int, row: int, history: tuple[int, ...], overlap: bool
+) -> Launcher:
+    """``causal_conv1d.steps`` with its constants.
+
+    Args:
+        kernel: The kernel.
+        channels: D.
+        row: Values between two rows of x.
+        history: The strides of the histories.
+        overlap: As in ``Launch``.
+    """
+    return Launcher(
+        kernel,
+        dict(
+            D=channels,
+            X_ROW=row,
+            TOKEN=history[1],
+            CHANNEL=history[2],
+            BD=CONV_BLOCK,
+            PDL=overlap,
+            num_warps=CONV_WARPS,
+            enable_fp_fusion=False,
+            **_options(overlap),
+        ),
+    )
+
+
+@functools.cache
+def _recurrence(
+    kernel: Any,
+    launch: Launch,
+    rows: tuple[int, int, int],
+    key_heads: int,
+    state: torch.Size,
+    device: torch.device,
+) -> Launcher:
+    """``gated_delta_rule.advance`` with its constants.
+
+    Args:
+        kernel: The kernel.
+        launch: How it is launched.
+        rows: Values between two rows of x, of a and of b.
+        key_heads: HK.
+        state: The shape of the states but for their number.
+        device: Where it runs.
+    """
+    heads, values, keys = state
+    return Launcher(
+        kernel,
+        dict(
+            X_ROW=rows[0],
+            A_ROW=rows[1],
+            B_ROW=rows[2],
+            HK=key_heads,
+            HV=heads,
+            K=keys,
+            V=values,
+            BV=min(launch.block, values),
+            SCALE=keys**-0.5,
+            PDL=launch.overlap,
+            num_warps=launch.warps,
+            enable_fp_fusion=False,
+            **_options(launch.overlap),
+            **tiles.grf_options(launch.grf, device),
+        ),
+    )
+
+
+def _options(overlap: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if overlap else {}
 
 
 def recurrent_steps(
@@ -65,21 +143,21 @@ def recurrent_steps(
         return
     launch = launch or gdn_launches.recurrent(tiles.family(x.device), heads)
     block = min(launch.block, values)
-    options = {"launch_pdl": True} if launch.overlap else {}
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    causal_conv1d.steps[(requests, -(-x.shape[1] // CONV_BLOCK))](
-        x, weight, history, starts, read, table, convolved, history.stride(0) // 8, columns,
-        D=x.shape[1], X_ROW=x.stride(0), TOKEN=history.stride(1), CHANNEL=history.stride(2),
-        BD=CONV_BLOCK, PDL=launch.overlap,
-        num_warps=CONV_WARPS, enable_fp_fusion=False, **options,
+    channels, strides = x.shape[1], history.stride()
+    _convolution(causal_conv1d.steps, channels, x.stride(0), strides, launch.overlap)(
+        (requests, -(-channels // CONV_BLOCK)),
+        (x, weight, history, starts, read, table, convolved),
+        strides[0] // 8, columns,
     )  # fmt: skip
-    gated_delta_rule.advance[(values // block, heads, requests)](
-        convolved, a, b, a_log, dt_bias, state, starts, read, table, out,
+    launcher = _recurrence(
+        gated_delta_rule.advance, launch, (channels, a.stride(0), b.stride(0)), key_heads,
+        state.shape[1:], x.device,
+    )  # fmt: skip
+    launcher(
+        (values // block, heads, requests),
+        (convolved, a, b, a_log, dt_bias, state, starts, read, table, out),
         state.stride(0) // 4, columns,
-        X_ROW=x.shape[1], A_ROW=a.stride(0), B_ROW=b.stride(0), HK=key_heads, HV=heads, K=keys,
-        V=values, BV=block, SCALE=keys**-0.5, PDL=launch.overlap,
-        num_warps=launch.warps, enable_fp_fusion=False, **options,
-        **tiles.grf_options(launch.grf, x.device),
     )  # fmt: skip
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
+
+from vllm_b70.ops.launcher import Launcher
 
 
 class StateRecord:
@@ -18,6 +23,21 @@ class StateRecord:
         self.first = torch.zeros(slots, dtype=torch.int32, device=device)
         self.count = torch.zeros(slots, dtype=torch.int32, device=device)
         self.lost = torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _launcher(kernel: Any, table_row: int, columns: int, mixed: bool) -> Launcher:
+    """The kernel with its constants."""
+    return Launcher(
+        kernel,
+        dict(
+            TABLE_ROW=table_row,
+            COLUMNS=columns,
+            BC=1 << (columns - 1).bit_length(),
+            MIXED=mixed,
+            num_warps=1,
+        ),
+    )
 
 
 def place_states(
@@ -63,9 +83,8 @@ def place_states(
             raise ValueError(f"{name} must be int32 [{length}], not {(*tensor.shape,)}")
     if requests == 0:
         return
-    kernels.place[(requests,)](
-        query_starts, seq_lens, table, read if in_prompt is None else in_prompt,
-        record.first, record.count, starts, read, columns, record.lost,
-        TABLE_ROW=table.stride(0), COLUMNS=width, BC=1 << (width - 1).bit_length(),
-        MIXED=in_prompt is not None, num_warps=1,
+    _launcher(kernels.place, table.stride(0), width, in_prompt is not None)(
+        (requests,),
+        (query_starts, seq_lens, table, read if in_prompt is None else in_prompt,
+         record.first, record.count, starts, read, columns, record.lost),
     )  # fmt: skip

@@ -97,10 +97,13 @@ class Plan:
 
 def family(device: torch.device) -> str:
     """The device family that tables are keyed by."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"cuda-sm{major}{minor}"
-    return device.type
+    return _cuda_family(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def _cuda_family(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda-sm{major}{minor}"
 
 
 @functools.cache
