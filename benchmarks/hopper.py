@@ -80,7 +80,7 @@ def compile_case(case: Case) -> Any:
     constants = {
         "PARTS": case.parts, "CUT": case.cut, "BM": case.bm, "STAGES": hopper.stages(case.bm),
         "FP16": case.dtype == "fp16", "ASYMMETRIC": case.full, "BIAS": case.full,
-        "EVEN_N": not case.full,
+        "EVEN_N": not case.full, "PDL": True,
     }  # fmt: skip
     aligned = ["words", "scale", "offset", "bias", "state", "done", "out", "NP"]
     aligned += ["N"] * case.aligned

@@ -321,6 +321,23 @@ def _program():
 
 
 @gluon.jit
+def _wait():
+    """Wait for the kernel before this one and for what it wrote; see ``overlap``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _let_next_start():
+    """Allow the next kernel to start, once every program has said so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _sums(state, n, HALF: gl.constexpr, BM: gl.constexpr):
     """Where a warp group's half of the n-th tile of sums is kept."""
     return state + (n * 2 + HALF) * (64 * BM)
@@ -358,8 +375,11 @@ def _feed(step, first, last, row, column, x_at, ring, full, empty, words, NP, BM
 @gluon.jit
 def _produce(x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles, strided,
              PARTS: gl.constexpr, CUT: gl.constexpr, BM: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill the ring for this program's tiles, or for its segments."""
+    if PDL:
+        _wait()
+        _let_next_start()
     step = 0
     tiles = row_tiles * column_tiles
     if CUT == "":
@@ -490,7 +510,7 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
              NP, groups, row_tiles, column_tiles, strided, zero, HALF: gl.constexpr,
              PARTS: gl.constexpr, CUT: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
              FP16: gl.constexpr, ASYMMETRIC: gl.constexpr, BIAS: gl.constexpr,
-             EVEN_N: gl.constexpr):  # fmt: skip
+             EVEN_N: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Multiply half of the columns of each of this program's tiles, as one warp group."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     rows_w = gl.arange(0, 64, layout=gl.SliceLayout(1, _word_layout()))
@@ -506,6 +526,8 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
             words, scale, offset, 0, groups, column, rows_w, rows_s, NP, MMA, FP16, ASYMMETRIC,
             EVEN_N,
         )  # fmt: skip
+        if PDL:
+            _wait()
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             row, column = _place(tile, row_tiles, column_tiles, BM)
             column += HALF * 64
@@ -547,6 +569,8 @@ def _consume(x_at, ring, full, empty, totals, words, scale, offset, bias, state,
             words, scale, offset, first, last, column, rows_w, rows_s, NP, MMA, FP16, ASYMMETRIC,
             EVEN_N,
         )  # fmt: skip
+        if PDL:
+            _wait()
         for i in range(begin, end):
             tile, first, last, column = _work(
                 i, strided, last_piece, start, stop, groups, row_tiles, column_tiles, PIECES, BM
@@ -651,6 +675,7 @@ def walk(
     ASYMMETRIC: gl.constexpr,
     BIAS: gl.constexpr,
     EVEN_N: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Each tile by one program, which walks the parts, but for what ``CUT`` says. Grid: one program
     a multiprocessor, or as many as there is work for, from ``ops.hopper.share``. Four warps are
@@ -677,6 +702,8 @@ def walk(
         BM: Rows of a tile, 64 or 128.
         STAGES: Groups of x in the ring.
         EVEN_N: NP is a multiple of BN.
+        PDL: It may start while the kernel before it ends (``overlap``): its first words are loaded
+            then, for no kernel of a step writes a weight; all else comes after the wait.
     """
     ring = gl.allocate_shared_memory(x_at.dtype, [STAGES, BM, 128], x_at.layout)
     totals = gl.allocate_shared_memory(gl.float32, [2, 64, BM], _total_layout(BM))
@@ -692,12 +719,12 @@ def walk(
         [
             (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done,
                         out, M, N, NP, groups, row_tiles, column_tiles, strided, zero, 0, PARTS,
-                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N, PDL)),
             (_consume, (x_at, ring, full, empty, totals, words, scale, offset, bias, state, done,
                         out, M, N, NP, groups, row_tiles, column_tiles, strided, zero, 1, PARTS,
-                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N)),
+                        CUT, BM, STAGES, FP16, ASYMMETRIC, BIAS, EVEN_N, PDL)),
             (_produce, (x_at, ring, full, empty, words, NP, groups, row_tiles, column_tiles,
-                        strided, PARTS, CUT, BM, STAGES)),
+                        strided, PARTS, CUT, BM, STAGES, PDL)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],

@@ -122,6 +122,8 @@ def _launcher(
     asymmetric: bool,
     bias: bool,
     even_n: bool,
+    device: torch.device,
+    overlap: bool,
 ) -> Launcher:
     """The kernel with its constants."""
     from triton.experimental.gluon import language as gl
@@ -139,6 +141,7 @@ def _launcher(
             ASYMMETRIC=asymmetric,
             BIAS=bias,
             EVEN_N=even_n,
+            **tiles.overlap_options(device, overlap),
             num_warps=4,
             enable_fp_fusion=False,
         ),
@@ -179,7 +182,7 @@ def launch(
     state = torch.empty(max(1, plan.sums * BN * tile.bm), dtype=torch.float32, device=x.device)
     launcher = _launcher(
         kernels.walk, tile.bm, plan.cut, parts, x.dtype, offset is not None, bias is not None,
-        padded % BN == 0,
+        padded % BN == 0, x.device, tile.overlap,
     )  # fmt: skip
     launcher(
         (plan.programs,),
