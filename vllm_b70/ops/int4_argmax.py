@@ -28,41 +28,105 @@ def launch(
         value: [M] fp32, filled.
         index: [M] int64, filled.
         parts: The K partition.
-        tile: The launch; its kernel's name does not matter.
+        tile: The launch. A kernel other than ``stream``, or several parts, walk tile by tile.
         ptx: Use the packed PTX instructions instead of plain Triton; the same values.
     """
+    # Only these two kernels have the parts, or the rows as the left operand.
+    step = _stream if tile.kernel == "stream" and parts == 1 and not tile.left else _walk
+    column_tiles = -(-weight.columns // tile.bn)
+    piece = split.rows_at_once(tile.bm, column_tiles)
+    for first in range(0, x.shape[0], piece):
+        step(x[first : first + piece], weight, value[first:], index[first:], parts, tile, ptx)
+
+
+def _walk(
+    x: torch.Tensor,
+    weight: Int4Words,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    parts: int,
+    tile: tiles.Tile,
+    ptx: bool,
+) -> None:
+    """``launch`` of rows that fit the workspace, a program for each tile."""
     from vllm_b70.kernels import int4_linear as kernels
     from vllm_b70.kernels.linear import best_of
 
     groups, padded, _ = weight.words.shape
+    rows, depth = x.shape
     column_tiles = -(-weight.columns // tile.bn)
-    piece = split.rows_at_once(tile.bm, column_tiles)
-    for first in range(0, x.shape[0], piece):
-        rows = x[first : first + piece]
-        count, depth = rows.shape
-        best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
-        kernels.argmax[(-(-count // tile.bm), column_tiles)](
-            rows, weight.words, weight.scale, best,
-            count, weight.columns, padded, depth, groups,
-            PARTS=parts,
-            GROUP=weight.group,
-            STEP=min(tile.step or weight.group, weight.group),
-            BN=tile.bn,
-            BM=tile.bm,
-            FP16=x.dtype == torch.float16,
-            EVEN_N=padded % tile.bn == 0,
-            PTX=ptx,
-            LEFT=tile.left,
-            BLOCK=tile.left and blocks.fits(rows),
-            UNROLL=tile.unroll,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-            **tiles.backend_options(tile, x.device),
-        )  # fmt: skip
-        best_of[(count,)](
-            best, value[first:], index[first:], count, column_tiles, BLOCK=1024, num_warps=4
-        )
+    best = torch.empty((column_tiles, rows), dtype=torch.int64, device=x.device)
+    kernels.argmax[(-(-rows // tile.bm), column_tiles)](
+        x, weight.words, weight.scale, best,
+        rows, weight.columns, padded, depth, groups,
+        PARTS=parts,
+        GROUP=weight.group,
+        STEP=min(tile.step or weight.group, weight.group),
+        BN=tile.bn,
+        BM=tile.bm,
+        FP16=x.dtype == torch.float16,
+        EVEN_N=padded % tile.bn == 0,
+        PTX=ptx,
+        LEFT=tile.left,
+        BLOCK=tile.left and blocks.fits(x),
+        UNROLL=tile.unroll,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **tiles.backend_options(tile, x.device),
+    )  # fmt: skip
+    best_of[(rows,)](best, value, index, rows, column_tiles, BLOCK=1024, num_warps=4)
+
+
+def programs(column_tiles: int, row_tiles: int, each: int, processors: int) -> int:
+    """Programs of a row tile of a persistent ``stream``, so that all row tiles' run at once.
+
+    Args:
+        column_tiles, row_tiles: Tiles of the output.
+        each: Programs that a multiprocessor holds.
+        processors: Of the device.
+    """
+    return max(1, min(column_tiles, each * processors // row_tiles))
+
+
+def _stream(
+    x: torch.Tensor,
+    weight: Int4Words,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    parts: int,
+    tile: tiles.Tile,
+    ptx: bool,
+) -> None:
+    """As ``_walk``, of one part: a program's tiles in one loop."""
+    from vllm_b70.kernels import int4_stream as kernels
+
+    groups, padded, _ = weight.words.shape
+    rows, depth = x.shape
+    row_tiles, count = -(-rows // tile.bm), -(-weight.columns // tile.bn)
+    if tile.persistent:
+        count = programs(count, row_tiles, tile.each, tiles.processors(x.device))
+    best = torch.empty((count, rows), dtype=torch.int64, device=x.device)
+    overlap = tiles.overlap_options(x.device, tile.overlap)
+    limit = {"maxnreg": tile.registers} if tile.registers and x.device.type == "cuda" else {}
+    kernels.stream[(row_tiles, count)](
+        x, weight.words, weight.scale, best,
+        rows, weight.columns, padded, depth, groups,
+        GROUP=weight.group,
+        BN=tile.bn,
+        BM=tile.bm,
+        FP16=x.dtype == torch.float16,
+        EVEN_N=padded % tile.bn == 0,
+        PTX=ptx,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **limit,
+        **overlap,
+    )  # fmt: skip
+    kernels.best_of[(rows,)](
+        best, value, index, rows, count, BLOCK=1024, num_warps=4, **overlap
+    )  # fmt: skip
 
 
 def parts_of(weight: Int4Words) -> int:
