@@ -93,3 +93,16 @@ def test_what_a_stream_has_not_is_walked(kernel, parts, left, wanted, monkeypatc
     filled = torch.empty(2), torch.empty(2, dtype=torch.int64)
     int4_argmax.launch(given["x"], packed, *filled, parts, tile, ptx=False)
     assert called == [wanted]
+
+
+def test_scales_that_are_no_pairs_are_walked(monkeypatch):
+    called = []
+    for name in ("_stream", "_walk"):
+        monkeypatch.setattr(int4_argmax, name, lambda *_, name=name: called.append(name))
+    given = arguments()
+    moved = torch.empty(2 * 64 + 1, dtype=torch.float16)[1:].view(2, 64).copy_(given["scale"])
+    tile = tiles.Tile("stream", 64, 16, 4, 3)
+    for scale in (given["scale"], moved):
+        packed = Int4Words(given["words"], scale, None, 256, 64, 128)
+        int4_argmax.launch(given["x"], packed, torch.empty(2), torch.empty(2), 1, tile, ptx=False)
+    assert called == ["_stream", "_walk"]

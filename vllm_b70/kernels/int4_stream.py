@@ -7,7 +7,9 @@ loaded:
 * A program walks the groups of all its column tiles in one loop, so that the next tile's words are
   on their way while a tile ends.
 * The scales of a group are loaded one group ahead, into a register. Triton's pipeliner takes only
-  what feeds the matrix unit: else each group waits for its scales from memory.
+  what feeds the matrix unit: else each group waits for its scales from memory. A thread loads the
+  pair that its scale is in: of two scales of 16 bits the compiler makes one register as soon as
+  both are there, which is to wait for them.
 
 So the counters of what is loaded must not follow the branch in which a tile ends: it belongs to the
 pipeline's last stage, and they to its first.
@@ -25,11 +27,13 @@ AHEAD = tl.constexpr(4)
 
 
 @triton.jit
-def _scales(at, in_n, EVEN_N: tl.constexpr):
-    if EVEN_N:
-        s = tl.load(at)
+def _scales(pairs, odd, FP16: tl.constexpr):
+    """The even or the odd half of each pair of scales, in fp32."""
+    half = pairs >> (odd * 16)
+    if FP16:
+        s = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        s = tl.load(at, mask=in_n, other=0.0)
+        s = (half << 16).to(tl.float32, bitcast=True)
     return s
 
 
@@ -61,7 +65,7 @@ def stream(
     Args:
         x: [M, K] fp16 or bf16; K is whole groups.
         words: [groups, NP, GROUP / 8] int32; NP is N rounded up to 64. Symmetric.
-        scale: [groups, NP], the dtype of x.
+        scale: [groups, NP], the dtype of x; on a border of 4 bytes.
         best: [programs, M] int64, ranks as ``linear.rank`` has them of values rounded to the dtype
             of x, as a row of logits would be.
     """
@@ -86,12 +90,13 @@ def stream(
     in_m = (rows_m < M)[None, :]
     x_at = x + rows_m.to(tl.int64)[None, :] * K + tl.arange(0, GROUP)[:, None]
     word_at = words + (rows_n[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :])
-    scale_at = scale + rows_n
+    scale_at = scale.to(tl.pointer_type(tl.int32)) + rows_n // 2
+    odd = rows_n % 2
     offset = tl.full((BN, 1), 0x64086408 if FP16 else 0x43084308, tl.int32)
     # Below every rank of a column: the lowest order of a value is that of minus infinity.
     found = tl.full((BM,), -0x8000000000000000, tl.int64)
     acc = tl.zeros((BN, BM), tl.float32)
-    s = _scales(scale_at + column, column + rows_n < NP, EVEN_N)
+    pairs = tl.load(scale_at + column // 2, mask=column + rows_n < NP, other=0)
     for _ in tl.range(0, tl.cdiv(tl.cdiv(N, BN) - program, programs) * groups):
         at = group * NP + column
         if EVEN_N:
@@ -101,13 +106,13 @@ def stream(
         xt = tl.load(x_at + group * GROUP, mask=in_m, other=0.0)
         p = tl.dot(_weight(w, offset, BN, GROUP, FP16, PTX), xt, out_dtype=tl.float32)
         # Two roundings: launches switch fusion off, so that no kernel makes one of them.
-        acc += p * s.to(tl.float32)[:, None]
+        acc += p * _scales(pairs, odd, FP16)[:, None]
         over = group == groups - 1
         group = tl.where(over, 0, group + 1)
         column = tl.where(over, column + stride, column)
         # After its use in this step, so that it can go into the same register. Past the last tile
         # there is nothing to load.
-        s = _scales(scale_at + (group * NP + column), column + rows_n < NP, False)
+        pairs = tl.load(scale_at + (group * NP + column) // 2, mask=column + rows_n < NP, other=0)
         multiplied += 1
         if multiplied == groups:
             # Ranks, of 64 bits, are made of a tile's best alone: those of all columns would take

@@ -28,11 +28,12 @@ def launch(
         value: [M] fp32, filled.
         index: [M] int64, filled.
         parts: The K partition.
-        tile: The launch. A kernel other than ``stream``, or several parts, walk tile by tile.
+        tile: The launch. Where ``stream`` cannot serve, a walk of this tile does.
         ptx: Use the packed PTX instructions instead of plain Triton; the same values.
     """
-    # Only these two kernels have the parts, or the rows as the left operand.
-    step = _stream if tile.kernel == "stream" and parts == 1 and not tile.left else _walk
+    # A stream has one part, the weight as the left operand, and scales that are loaded in pairs.
+    streams = parts == 1 and not tile.left and weight.scale.data_ptr() % 4 == 0
+    step = _stream if tile.kernel == "stream" and streams else _walk
     column_tiles = -(-weight.columns // tile.bn)
     piece = split.rows_at_once(tile.bm, column_tiles)
     for first in range(0, x.shape[0], piece):
