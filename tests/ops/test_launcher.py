@@ -4,8 +4,10 @@ The compiler is real and compiles for sm_90. In place of the driver stands one t
 down, and that gives every compiled kernel a handle of its own.
 """
 
+import importlib
 import itertools
 import os
+import types
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from triton.knobs import runtime  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from vllm_b70.ops import launcher  # noqa: E402
+from vllm_b70.ops import launcher, tiles  # noqa: E402
 from vllm_b70.ops.launcher import Launcher  # noqa: E402
 
 if "nvidia" not in triton.backends.backends:
@@ -246,3 +248,105 @@ def test_elsewhere_triton_launches(monkeypatch):
         monkeypatch.setattr(launcher, "known", lambda known=known: known)
         Launcher(Kernel(), dict(A=1, num_warps=4))((3,), (X, None), 5)
     assert calls == [((3,), (X, None, 5), dict(A=1, num_warps=4))] * 2
+
+
+@pytest.fixture
+def ops(fake, monkeypatch):
+    """Modules of ``vllm_b70.ops`` that launch, with nothing left in a cache of what they made."""
+    names = ("attention", "gemm", "hopper", "int4_argmax", "int4_gemm", "norm", "prompt_inputs",
+             "recurrent_steps", "state_columns")  # fmt: skip
+    modules = {name: importlib.import_module(f"vllm_b70.ops.{name}") for name in names}
+    caches = [value for m in modules.values() for value in vars(m).values()
+              if hasattr(value, "cache_clear") and value.__module__ == m.__name__]  # fmt: skip
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(tiles, "family", lambda device: "cuda-sm90")
+    monkeypatch.setattr(modules["hopper"], "compiles", lambda: True)
+    yield types.SimpleNamespace(**modules)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_every_op_launches_what_triton_would(ops, fake, monkeypatch):
+    """Each launch is made thrice: by Triton, then directly for the first and for a further time."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    launched, direct = {}, Launcher.__call__
+
+    def thrice(self, grid, pointers, *scalars):
+        fake.launches.clear()
+        self._launch(grid, pointers, scalars)
+        direct(self, grid, pointers, *scalars)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(self.kernel), "run", None)  # Triton's own would fail
+            direct(self, grid, pointers, *scalars)
+        by_triton, first, further = map(seen, fake.launches)
+        assert by_triton == first == further, self.kernel
+        module = self.kernel.__module__.rpartition(".")[2]
+        launched[f"{module}.{self.kernel.__name__}"] = True
+
+    monkeypatch.setattr(Launcher, "__call__", thrice)
+    bf16, int32, tile = torch.bfloat16, torch.int32, tiles.Tile
+
+    def zeros(*shape, dtype=bf16):
+        return torch.zeros(shape, dtype=dtype)
+
+    x, weight = zeros(40, 3, 128), zeros(128)
+    ops.norm.add_rms_norm(x, x, weight, 1e-6, 1.0)
+    ops.norm.gated_rms_norm_gpu(x[:, :2], x[:, :2], weight, 1e-6, False)
+
+    x, weight, done, bias = zeros(40, 256), zeros(300, 256), zeros(1000, dtype=int32), zeros(300)
+    for shape in (
+        tile("split", 64, 16, 4, 3, 64),
+        tile("walk", 64, 32, 4, 3, 64, tensor=True),
+        tile("wide", 128, 32, 8, 3, 64, tensor=True, persistent=True),
+    ):
+        ops.gemm.launch(x, weight, bias, done, zeros(40, 300), 2, shape)
+    best = zeros(150, dtype=torch.float32), zeros(150, dtype=torch.int64)
+    ops.gemm.launch_argmax(x, weight, None, *best, 1, tile("walk", 64, 16, 4, 3, 64))
+
+    x, words, scale = zeros(150, 512), zeros(4, 320, 16, dtype=int32), zeros(4, 320)
+    packed = ops.int4_argmax.Int4Words(words, scale, None, 512, 300, 128)
+    ops.int4_argmax.launch(x, packed, *best, 2, tile("walk", 64, 16, 4, 3), True)
+    for shape in (
+        tile("split", 64, 16, 4, 3),
+        tile("walk", 64, 32, 4, 3),
+        *(tile("hopper", 128, 64, 4, 1, cut=cut) for cut in ("", "tiles", "parts")),
+    ):
+        ops.int4_gemm.launch(
+            x, words, scale, None, None, done, zeros(150, 300), 128, 1, shape, True
+        )
+
+    q, (k, v) = zeros(9, 6, 128), zeros(20, 16, 2, 256).split(128, -1)
+    starts, lengths = torch.tensor([0, 1, 2, 9], dtype=int32), torch.ones(3, dtype=int32)
+    ops.attention.launch(
+        q, k, v, zeros(9, 6, 128), zeros(3, 8, dtype=int32), starts, lengths, 0.1, 7, 100,
+        ops.attention.plan(128, 21), limit=4,
+    )  # fmt: skip
+
+    rows, heads, channels = 70, 4, (2 * 2 + 4) * 128
+    inputs = (
+        zeros(rows, channels), zeros(rows, heads), zeros(rows, heads), zeros(channels, 4),
+        zeros(heads), zeros(heads), zeros(8, 6, channels),
+        zeros(8, heads, 128, 128, dtype=torch.float32),
+    )  # fmt: skip
+    one = torch.zeros(1, dtype=int32)
+    sequences = ops.prompt_inputs.PromptSequences(
+        one, torch.tensor([0, rows], dtype=int32), one.long(), one, zeros(2, 2, dtype=int32)
+    )
+    ops.prompt_inputs.prompt_inputs(*inputs, sequences, rows, 2)
+    table, read = zeros(2, 4, dtype=int32), zeros(2, dtype=int32)
+    ops.recurrent_steps.recurrent_steps(
+        *inputs, zeros(3, dtype=int32), read, table, zeros(rows, heads, 128), 2
+    )
+    record = ops.state_columns.StateRecord(8, torch.device("cpu"))
+    ops.state_columns.place_states(
+        record, zeros(3, dtype=int32), read, table, None, zeros(3, dtype=int32), read,
+        table.clone(),
+    )  # fmt: skip
+    assert set(launched) == {
+        "norm.rms_norm", "linear.split", "linear.walk", "linear_wide.walk", "linear.argmax",
+        "linear.best_of", "int4_linear.argmax", "int4_linear.split", "int4_linear.walk",
+        "int4_linear_hopper.walk", "attention.split", "attention.merge", "attention.walk",
+        "causal_conv1d.prompts", "causal_conv1d.steps", "gated_delta_rule.advance",
+        "state_columns.place",
+    }  # fmt: skip
