@@ -12,9 +12,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 import transformers  # noqa: F401  (before vLLM's model runner, which imports it in a circle)
 import triton
+import triton.language as tl
 
 from vllm_b70.compat import fla_autotune, prompt_rows
-from vllm_b70.ops import gdn_launches, tiles
+from vllm_b70.ops import gdn_launches, launcher, tiles
 from vllm_b70.plugin import PluginError
 
 pytestmark = pytest.mark.compat
@@ -42,6 +43,52 @@ def config(stages=WANTED["num_stages"], **blocks):
 @pytest.fixture
 def family(monkeypatch):
     monkeypatch.setattr(tiles, "family", lambda device: "any")
+
+
+def test_a_pinned_kernel_is_launched_directly_where_that_is_known(family, monkeypatch):
+    """With what Triton would bind, by position or name; a call with anything else is Triton's."""
+    launched, by_triton = [], []
+
+    class Recorder:
+        def __init__(self, kernel, constants):
+            self.constants = constants
+
+        def __call__(self, grid, pointers, *scalars):
+            launched.append((grid, list(pointers), list(scalars), self.constants))
+
+    monkeypatch.setattr(launcher, "known", lambda: True)
+    monkeypatch.setattr(launcher, "Launcher", Recorder)
+
+    def kernel(x, y, scale, T, H: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               IS_VARLEN: tl.constexpr): ...  # fmt: skip  # noqa: N803
+
+    autotune = triton.autotune(configs=[config(BK=WANTED["BK"], BV=WANTED["BV"])], key=[])
+    heuristics = triton.heuristics({"IS_VARLEN": lambda args: args["y"] is not None})
+    fla = types.SimpleNamespace(
+        __name__="module", **{NAME: heuristics(autotune(triton.JITFunction(kernel)))}
+    )
+    fla_autotune.pin(fla, NAME)
+    pinned = getattr(fla, NAME)
+    x, y = object(), object()
+    blocks = {name: WANTED[name] for name in ("BK", "BV")}
+    rest = {name: WANTED[name] for name in ("num_warps", "num_stages")} | {
+        "enable_fp_fusion": False
+    }
+    pinned[(2, 3)](x, y, 0.5, T=7, H=32)
+    pinned[lambda given: (given["T"], given["BV"])](y=None, x=x, H=32, T=8, scale=0.5)
+    pinned[(1,)](x, y, 0.5, T=7, H=16)
+    assert launched == [
+        ((2, 3), [x, y], [0.5, 7], dict(H=32, IS_VARLEN=True) | blocks | rest),
+        ((8, WANTED["BV"]), [x, None], [0.5, 8], dict(H=32, IS_VARLEN=False) | blocks | rest),
+        ((1,), [x, y], [0.5, 7], dict(H=16, IS_VARLEN=True) | blocks | rest),
+    ]
+    monkeypatch.setattr(
+        type(pinned.fn.fn), "run", lambda self, *a, **k: by_triton.append(k), raising=True
+    )
+    pinned[(1,)](x, y, 0.5, T=7, H=32, maxnreg=64)
+    pinned.run(x, y, 0.5, T=7, H=32, grid=(1,), warmup=True)
+    assert len(launched) == 3 and [k.get("maxnreg") for k in by_triton] == [64, None]
+    assert by_triton[1]["warmup"] and by_triton[0]["BK"] == WANTED["BK"]
 
 
 def test_a_pinned_kernel_runs_one_configuration(family, monkeypatch):
@@ -104,7 +151,7 @@ import vllm.triton_utils as u
 u.triton, u.tl, u.tldevice, u.HAS_TRITON = triton, tl, None, True
 import importlib, json, sys
 from vllm_b70.compat import fla_autotune
-from vllm_b70.ops import gdn_launches, tiles
+from vllm_b70.ops import gdn_launches, launcher, tiles
 fla_autotune.apply()
 for name in gdn_launches.chunk_kernels():
     module = importlib.import_module(f"{fla_autotune.PACKAGE}.{fla_autotune.MODULES[name]}")

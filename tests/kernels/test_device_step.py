@@ -275,6 +275,58 @@ def test_prompt_layouts_of_random_batches():
         assert layout.tokens == len(rows) and layout.offsets[-1] == len(layout.chunks)
 
 
+def test_a_layout_is_on_the_device_by_one_copy_for_all_groups(monkeypatch):
+    """As the host has it, each piece from 16 bytes on, whatever the lengths of those before it."""
+    copies = []
+
+    def copy(host, device, dtype):
+        copies.append(host)
+        return torch.from_numpy(host).to(device, dtype, copy=True)
+
+    monkeypatch.setattr(device, "async_tensor_h2d", copy)
+    cpu, draw = torch.device("cpu"), random.Random(2)
+    for number in range(50):
+        tokens = [draw.choice([1, 3, 64, 65, 130]) for _ in range(draw.randint(1, 9))]
+        starts = tuple(sum(tokens[:i]) for i in range(len(tokens) + 1))
+        positions = [64 * draw.randint(0, 2) for _ in tokens]
+        ends = tuple(p + n for p, n in zip(positions, tokens, strict=True))
+        flags = (number % 9 == 0, True, *(draw.random() < 0.5 for _ in tokens))[: len(tokens)]
+        copies.clear()
+        placed = device.place_prompts(starts, ends, flags, cpu)
+        layout = device.lay_out_prompts(starts, ends, flags)
+        assert device.place_prompts(starts, ends, flags, cpu) is placed
+        if layout is None:
+            assert placed is None and not copies
+            continue
+        assert len(copies) == 1 and placed.layout == layout
+        rows = layout.rows()
+        if isinstance(rows, slice):
+            assert placed.rows == rows
+        else:
+            assert placed.rows.tolist() == rows and placed.rows.dtype == torch.int64
+        resumed = [int(position > 0) for position in layout.positions]
+        for name, want in {
+            "in_prompt": [int(flag) for flag in flags], "requests": layout.requests,
+            "sources": layout.sources, "starts": layout.starts, "offsets": layout.offsets,
+            "chunks": [list(chunk) for chunk in layout.chunks], "resumed": resumed,
+        }.items():  # fmt: skip
+            tensor = getattr(placed, name)
+            assert tensor.tolist() == want and tensor.dtype == torch.int32, name
+            assert tensor.is_contiguous() and 4 * tensor.storage_offset() % 16 == 0, name
+
+
+def test_lost_and_blank_states_of_a_call():
+    """A sequence keeps its state if it resumes and the state is not lost; a lost one is NaN."""
+    placed = device.place_prompts((0, 1, 2, 3, 4), (65, 65, 1, 1), (True,) * 4, torch.device("cpu"))
+    read = torch.tensor([0, -1, 0, -1], dtype=torch.int32)
+    call = device._prompt_call(placed, torch.arange(8, dtype=torch.int32).view(4, 2), read)
+    assert call.kept.shape == call.blank.shape == (4, 1, 1, 1)
+    assert call.kept.flatten().tolist() == [True, False, False, False]
+    assert call.blank.isnan().flatten().tolist() == [False, True, False, True]
+    assert not call.blank[[0, 2]].any() and call.blank.dtype == torch.float32
+    assert call.sequences.slots.tolist() == [0, 2, 4, 6]
+
+
 def test_the_reference_in_place_of_the_chunked_kernel_is_the_recurrence():
     """Else equality above would show nothing about positions: both give nearly the same."""
     tokens = 6

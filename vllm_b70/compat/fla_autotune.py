@@ -46,6 +46,7 @@ class Pinned:
     def __init__(self, name: str, autotuner: Any) -> None:
         self.name, self.autotuner, self.fusion = name, autotuner, False
         self.fn, self.arg_names = autotuner.fn, autotuner.arg_names
+        self._names = set(self.arg_names)
         self._chosen: dict[int, dict[str, Any]] = {}
         self._launchers: dict[tuple[Any, ...], tuple[launcher.Launcher, int]] = {}
 
@@ -63,8 +64,8 @@ class Pinned:
         """Launch at little cost to the host, if every parameter is given and nothing else."""
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs | chosen
         grid, warmup = given.pop("grid"), given.pop("warmup")
-        options = {name: given.pop(name) for name in chosen.keys() - set(self.arg_names)}
-        if warmup or given.keys() != set(self.arg_names):
+        options = {name: given.pop(name) for name in chosen.keys() - self._names}
+        if warmup or given.keys() != self._names:
             return False
         values = [given[name] for name in self.arg_names]
         constants = tuple([values[i] for i in self.fn.constexprs])

@@ -84,6 +84,7 @@ class Share:
     counters: int
 
 
+@functools.cache
 def share(cut: str, count: int, groups: int, parts: int, processors: int, bm: int) -> Share:
     """The share-out of a launch. It changes no bit.
 

@@ -173,14 +173,19 @@ def choose(
 
 
 def _rows(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[T, heads, D] with a contiguous last dimension; a copy only where no view is one."""
-    if x.dim() != 3:
+    """[T, D], or [T, heads, D], with a contiguous last dimension; a copy only where no view is one,
+    and no view either where ``x`` is so itself."""
+    if x.dim() not in (2, 3):
         x = x.reshape(-1, heads, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+    """Values between two T, and between two heads; the latter is of no use if there is one."""
+    if x is None:
+        return 0, 0
+    strides = x.stride()
+    return strides[0], strides[-2]
 
 
 def rms_norm(

@@ -175,26 +175,75 @@ def check_layout(
     Raises:
         ValueError: A shape, dtype or layout does not fit.
     """
-    heads, values, keys = state.shape[1:]
-    channels = 2 * key_heads * keys + heads * values
-    if state.dtype != torch.float32:
-        raise ValueError(f"the recurrent state must be float32, not {state.dtype}")
-    if state.stride()[1:] != (values * keys, keys, 1) or heads % key_heads:
-        raise ValueError(f"state {(*state.shape,)} must be contiguous but for its slots")
+    _check_model(
+        x.dtype, x.shape[1:], x.stride(1), weight.shape, weight.is_contiguous(), history.dtype,
+        history.shape[1:], history.stride(0), state.dtype, state.shape[1:], state.stride(),
+        key_heads,
+    )  # fmt: skip
     for name, cache in (("history", history), ("state", state)):
-        if cache.stride(0) * cache.element_size() % 16 or cache.data_ptr() % 16:
-            raise ValueError(f"the {name} of a slot must start at a multiple of 16 bytes")
+        if cache.data_ptr() % 16:
+            raise ValueError(_OFF.format(name))
+    shape = (x.shape[0], state.shape[1])
+    for name, gate in (("a", a), ("b", b)):
+        if gate.shape != shape or gate.stride(1) != 1:
+            raise ValueError(f"{name} must be {shape}, not {(*gate.shape,)}")
+
+
+_OFF = "the {} of a slot must start at a multiple of 16 bytes"
+
+
+# Once for a model's layers: this costs as much as a launch.
+@functools.cache
+def _check_model(
+    dtype: torch.dtype,
+    x: torch.Size,
+    x_stride: int,
+    weight: torch.Size,
+    weight_contiguous: bool,
+    history_dtype: torch.dtype,
+    history: torch.Size,
+    history_stride: int,
+    state_dtype: torch.dtype,
+    state: torch.Size,
+    state_strides: tuple[int, ...],
+    key_heads: int,
+) -> None:
+    """What ``check_layout`` asks that no step changes.
+
+    Args:
+        dtype: Of x.
+        x, history, state: Shapes but for the first dimension.
+        x_stride: Of the channels.
+        weight: Its shape.
+        weight_contiguous: Whether it is.
+        history_dtype, state_dtype: Theirs.
+        history_stride: Values between slots.
+        state_strides: All of the states'.
+        key_heads: HK.
+
+    Raises:
+        ValueError: A shape, dtype or layout does not fit.
+    """
+    heads, values, keys = state
+    channels = 2 * key_heads * keys + heads * values
+    if state_dtype != torch.float32:
+        raise ValueError(f"the recurrent state must be float32, not {state_dtype}")
+    if state_strides[1:] != (values * keys, keys, 1) or heads % key_heads:
+        raise ValueError(f"state {(*state,)} must be contiguous but for its slots")
+    for name, size in (
+        ("history", history_stride * history_dtype.itemsize),
+        ("state", state_strides[0] * state_dtype.itemsize),
+    ):
+        if size % 16:
+            raise ValueError(_OFF.format(name))
     for name, size in (("keys", keys), ("values", values)):
         if size & (size - 1):
             raise ValueError(f"a head's {name} must be a power of two, not {size}")
-    if x.dtype not in (torch.bfloat16, torch.float16) or history.dtype != x.dtype:
-        raise ValueError(f"x {x.dtype} and history {history.dtype} must be one 16-bit dtype")
-    if x.shape[1:] != (channels,) or x.stride(1) != 1:
-        raise ValueError(f"x must be [T, {channels}], not {(*x.shape,)}")
-    if weight.shape != (channels, 4) or not weight.is_contiguous():
-        raise ValueError(f"weight must be a contiguous [{channels}, 4], not {(*weight.shape,)}")
-    if history.shape[1] < 3 or history.shape[2] != channels:
-        raise ValueError(f"history must be [slots, 3, {channels}], not {(*history.shape,)}")
-    for name, gate in (("a", a), ("b", b)):
-        if gate.shape != (x.shape[0], heads) or gate.stride(1) != 1:
-            raise ValueError(f"{name} must be {(x.shape[0], heads)}, not {(*gate.shape,)}")
+    if dtype not in (torch.bfloat16, torch.float16) or history_dtype != dtype:
+        raise ValueError(f"x {dtype} and history {history_dtype} must be one 16-bit dtype")
+    if x != (channels,) or x_stride != 1:
+        raise ValueError(f"x must be [T, {channels}], not [T, {(*x,)}]")
+    if weight != (channels, 4) or not weight_contiguous:
+        raise ValueError(f"weight must be a contiguous [{channels}, 4], not {(*weight,)}")
+    if len(history) != 2 or history[0] < 3 or history[1] != channels:
+        raise ValueError(f"history must be [slots, 3, {channels}], not [slots, {(*history,)}]")
