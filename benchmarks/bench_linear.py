@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gemm_command
-from benchmarks.timing import copies, copy_gb_per_s, graph_us
+from benchmarks.timing import copies, copy_gb_per_s, graph_us, in_turn_us
 from vllm_b70.ops import gemm as ops
 from vllm_b70.ops import split
 from vllm_b70.ops.tiles import Tile
@@ -245,10 +245,11 @@ def compare(
             for rows in ROWS:
                 x = full[:rows].contiguous()
                 least = 12 if n * rows < 2**22 else 2
-                ours = graph_us([lambda w=w: ops.gemm(x, w, None, done, 0) for w in rotated],
-                                least=least)  # fmt: skip
-                peer = graph_us([lambda w=w: torch.nn.functional.linear(x, w) for w in rotated],
-                                least=least)  # fmt: skip
+                ours, peer = in_turn_us(
+                    [lambda w=w: ops.gemm(x, w, None, done, 0) for w in rotated],
+                    [lambda w=w: torch.nn.functional.linear(x, w) for w in rotated],
+                    turns=5 if n * rows < 2**22 else 1, least=least,
+                )  # fmt: skip
                 row("linear", rows, ours, "cublas", peer)
                 if n >= 100_000 and rows <= 256:
                     fused = graph_us([lambda w=w: ops.gemm_argmax(x, w, None, 0) for w in rotated])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.timing import copies, copy_gb_per_s, graph_us, head
+from benchmarks.timing import copies, copy_gb_per_s, graph_us, head, in_turn_us
 from vllm_b70.ops import attention, norm
 from vllm_b70.ops.attention import Launch, Partition, Plan
 
@@ -306,14 +306,14 @@ class Norm:
         self.others = [torch.randn_like(x) for x in self.xs]
         self.weight = torch.randn(columns, device="cuda").to(torch.bfloat16)
 
-    def floor_us(self) -> float:
-        """A copy that reads and writes as many bytes; for one row it is the launch."""
+    def copy(self) -> list[Callable[[], Any]]:
+        """Copies that read and write as many bytes: the floor; for one row it is the launch."""
         sources = [
             torch.empty(self.bytes // 4, dtype=torch.bfloat16, device="cuda") for _ in self.xs
         ]
         targets = [torch.empty_like(s) for s in sources]
         pairs = zip(sources, targets, strict=True)
-        return graph_us([lambda s=s, t=t: t.copy_(s) for s, t in pairs])
+        return [lambda s=s, t=t: t.copy_(s) for s, t in pairs]
 
     def launches(self, programs: int | None, warps: int | None) -> list[Callable[[], Any]]:
         """One call for each copy of the rows, with rows and warps of a program."""
@@ -328,39 +328,26 @@ class Norm:
         ]
 
 
-#: What is tried for norms of rows and of heads: rows and warps of a program, overlap, and values
-#: that are left where warps meet. The first is what ``ops.norm`` does.
-ROW_LAUNCHES = [(None, None, True, 4), (None, None, False, 4), (None, None, True, 1),
-                (None, None, False, 1), (1, 2, True, 4), (1, 8, True, 4)]  # fmt: skip
-HEAD_LAUNCHES = [(None, None, True, 4), (None, None, False, 4)] + [
-    (programs, warps, True, 4)
-    for programs, warps in (
-        (1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)
-    )
+#: What is tried for norms of rows and of heads: rows and warps of a program. The first is what
+#: ``ops.norm`` does.
+ROW_LAUNCHES = [(None, None), (1, 1), (1, 2), (1, 4), (1, 8), (1, 16)]
+HEAD_LAUNCHES = [
+    (None, None), (1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)
 ]  # fmt: skip
 
 
 def tune_norms(rows: Rows, until: float) -> None:
     """Time every launch of the norms; a line a shape."""
-    overlap_options, meet = norm.tiles.overlap_options, norm.MEET
     for data in norms(rows, until):
         found: dict[str, float] = {}
         bits = None
-        for programs, warps, overlap, last in (
-            HEAD_LAUNCHES if data.key["columns"] <= 256 else ROW_LAUNCHES
-        ):
-            norm.tiles.overlap_options = (
-                overlap_options if overlap else lambda device, wanted: {"PDL": False}
-            )
-            norm.MEET = last
+        for programs, warps in HEAD_LAUNCHES if data.key["columns"] <= 256 else ROW_LAUNCHES:
             calls = data.launches(programs, warps)
             got = calls[0]()[0]
             bits = got if bits is None else bits
             name = "chosen" if programs is None else f"{programs}x{warps}"
-            name += ("" if overlap else " no overlap") + ("" if last == meet else f" meet {last}")
             found[name] = round(graph_us(calls), 2) if torch.equal(got, bits) else math.inf
-        norm.tiles.overlap_options, norm.MEET = overlap_options, meet
-        floor = round(data.floor_us(), 2)
+        floor = round(graph_us(data.copy()), 2)
         best = min(found, key=lambda name: found[name])
         rows.add(
             **data.key, floor_us=floor, of_floor=round(floor / found["chosen"], 3), best=best,
@@ -389,8 +376,7 @@ def compare_norms(rows: Rows, until: float) -> None:
                 lambda x=x, z=z: norm.gated_rms_norm_gpu(x, z, weight, 1e-6, False)
                 for x, z in pairs
             ]
-        ours = graph_us(calls)
-        floor = data.floor_us()
+        ours, floor = in_turn_us(calls, data.copy())
         peers: dict[str, list[Callable[[], Any]]] = {}
         if vllm_ops is not None and op == "rms_norm":
             peers["vllm_c"] = [

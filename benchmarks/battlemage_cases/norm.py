@@ -10,6 +10,9 @@ from benchmarks.battlemage_cases.case import Case
 #: By columns, rows and warps of a program; a test compares them with ``ops.norm.choose``.
 LAUNCHES = {4096: ((1, 8),), 5120: ((1, 16),), 256: ((1, 1), (16, 8)), 128: ((1, 1), (32, 8))}
 
+#: SIZE and REST of the kernel by columns; a test compares them with ``ops.norm.pieces``.
+PIECES = {4096: (4096, 0), 5120: (4096, 1024), 256: (256, 0), 128: (128, 0)}
+
 
 def cases() -> Iterator[Case]:
     for dtype in ("bf16", "fp16"):
@@ -23,11 +26,11 @@ def cases() -> Iterator[Case]:
 
 
 def _norm(dtype: str, columns: int, **changed: Any) -> Iterator[Case]:
-    size = 1 << (columns - 1).bit_length()
+    size, rest = PIECES[columns]
     for rows, warps in LAUNCHES[columns]:
         constants: dict[str, Any] = dict(
-            COLUMNS=columns, SIZE=size, LEVELS=size.bit_length() - 1, ROWS=rows, HEADS=1,
-            MEAN=True, WEIGHT=True, RESIDUAL=False, GATE="none",
+            COLUMNS=columns, SIZE=size, LEVELS=size.bit_length() - 1, REST=rest, ROWS=rows,
+            HEADS=1, MEAN=True, WEIGHT=True, RESIDUAL=False, GATE="none",
             LAST=1, PDL=False,
         )  # fmt: skip
         yield Case(

@@ -199,6 +199,7 @@ def test_the_declared_launches_are_those_of_the_ops():
         assert plan.merge_warps == attention.MERGE["warps"]
         assert vars(plan.partition) == {"part": attention.PART, "tile": attention.TILE}
     assert attention_op.LIMIT == attention.LIMIT
+    assert {n: norm_op.pieces(n) for n in norm.PIECES} == norm.PIECES
     for columns, launches in norm.LAUNCHES.items():
         size = 1 << (columns - 1).bit_length()
         assert {norm_op.choose(rows, size, "xpu") for rows in (1, 10**6)} == set(launches)

@@ -7,7 +7,7 @@ from vllm_b70.ops.norm import add_rms_norm, gated_rms_norm_gpu, l2_norm, launch,
 from vllm_b70.reference import norm as reference
 
 EPSILON = 1e-6
-LAUNCHES = [(1, 1), (1, 4), (2, 4), (8, 2)]
+LAUNCHES = [(1, 1), (1, 4), (1, 8), (1, 16), (2, 4), (8, 2)]
 
 
 def rows(*shape, dtype=torch.bfloat16, seed=0, scale=1.0):
@@ -15,7 +15,7 @@ def rows(*shape, dtype=torch.bfloat16, seed=0, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("columns", [1, 33, 128, 256, 1000, 4096, 5120])
+@pytest.mark.parametrize("columns", [1, 33, 128, 256, 1000, 3072, 4096, 5120])
 def test_equals_the_reference(columns, dtype):
     x, residual = rows(5, columns, dtype=dtype), rows(5, columns, dtype=dtype, seed=1)
     weight = rows(columns, seed=2, dtype=torch.float32)
@@ -30,7 +30,7 @@ def test_equals_the_reference(columns, dtype):
     assert torch.equal(l2_norm(x, EPSILON), reference.l2_norm(x, EPSILON))
 
 
-@pytest.mark.parametrize("columns", [40, 256, 4096])
+@pytest.mark.parametrize("columns", [40, 256, 3072, 4096])
 def test_c1_rows_launches_and_neighbours(columns):
     x = rows(40, columns)
     weight = rows(columns, seed=2)

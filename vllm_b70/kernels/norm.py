@@ -39,6 +39,43 @@ def _rows_at(base, row, outer, inner, HEADS: tl.constexpr):
     return base + at[:, None]
 
 
+@triton.jit
+def _read(
+    x, residual, z, total_out, row, column, mask,
+    x_outer, x_inner, r_outer, r_inner, z_outer, z_inner,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Columns of the rows in fp32, the residual added and the sum stored; and the gate's input."""
+    values = tl.load(_rows_at(x, row, x_outer, x_inner, HEADS) + column, mask=mask, other=0.0)
+    gate = values
+    if GATE != "none":
+        gate = tl.load(_rows_at(z, row, z_outer, z_inner, HEADS) + column, mask=mask, other=0.0)
+    if RESIDUAL:
+        added = tl.load(
+            _rows_at(residual, row, r_outer, r_inner, HEADS) + column, mask=mask, other=0.0
+        )
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(total_out.dtype.element_ty)
+        at = row.to(tl.int64)[:, None] * COLUMNS + column
+        tl.store(total_out + at, values, mask=mask)
+    return values.to(tl.float32), gate.to(tl.float32)
+
+
+@triton.jit
+def _write(
+    out, row, column, mask, values, inverse, scale, offset, gate,
+    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Norm, weight and gate of the columns that ``_read`` read."""
+    y = values * inverse
+    if WEIGHT:
+        y = y * (scale.to(tl.float32) + offset)
+    if GATE != "none":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        y = y * (gate * sigmoid if GATE == "silu" else sigmoid)
+    at = row.to(tl.int64)[:, None] * COLUMNS + column
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
 # The row count itself is compiled into no kernel. It does choose ROWS, LAST, PDL and warps, thus
 # among compilations: none of them can change a bit, because every step of the tree adds two values.
 @triton.jit(do_not_specialize=["rows"])
@@ -61,6 +98,7 @@ def rms_norm(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     MEAN: tl.constexpr,
@@ -83,7 +121,9 @@ def rms_norm(
         rows: How many rows.
         epsilon: Added to the mean square, or to the sum of squares if not MEAN.
         offset: Added to the weight in fp32.
-        SIZE: COLUMNS rounded up to a power of two, 2 ** LEVELS.
+        SIZE: COLUMNS rounded up to a power of two, 2 ** LEVELS; half of that where there is a REST.
+        REST: Columns after SIZE, a power of two, if a row is that and no more; else 0. What pads
+            such a row is then neither loaded nor squared.
         GATE: "none", "silu" or "sigmoid", of z.
         LAST: Values of a row that are left where its warps meet; every thread adds those up.
     """
@@ -96,31 +136,43 @@ def rms_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     mask = (row < rows)[:, None] & (column < COLUMNS)
+    scale = 0.0
     if WEIGHT:
         # First, so that it is under way with the row.
         scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0)
+    if REST > 0:
+        columns_2 = SIZE + tl.arange(0, REST)[None, :]
+        mask_2 = (row < rows)[:, None] & (columns_2 < COLUMNS)
+        scale_2 = 0.0
+        if WEIGHT:
+            scale_2 = tl.load(weight + columns_2)
     if PDL:
         # Here, because ptxas moves no load across it; it moved the weight's behind the reduction.
         let_next_start()
-    values = tl.load(_rows_at(x, row, x_outer, x_inner, HEADS) + column, mask=mask, other=0.0)
-    at = row.to(tl.int64)[:, None] * COLUMNS + column
-    if GATE != "none":
-        gate = tl.load(_rows_at(z, row, z_outer, z_inner, HEADS) + column, mask=mask, other=0.0)
-        gate = gate.to(tl.float32)
-    if RESIDUAL:
-        added = tl.load(
-            _rows_at(residual, row, r_outer, r_inner, HEADS) + column, mask=mask, other=0.0
-        )
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(total_out + at, values, mask=mask)
-    values = values.to(tl.float32)
-    total = _row_sum(values * values, ROWS, SIZE, LEVELS, LAST)
+    values, gate = _read(
+        x, residual, z, total_out, row, column, mask, x_outer, x_inner, r_outer, r_inner,
+        z_outer, z_inner, COLUMNS, HEADS, RESIDUAL, GATE,
+    )  # fmt: skip
+    squares = values * values
+    if REST > 0:
+        values_2, gate_2 = _read(
+            x, residual, z, total_out, row, columns_2, mask_2, x_outer, x_inner, r_outer, r_inner,
+            z_outer, z_inner, COLUMNS, HEADS, RESIDUAL, GATE,
+        )  # fmt: skip
+        # The first step of the tree: the second half is REST values, then zeros.
+        pieces = tl.reshape(squares, (ROWS, SIZE // REST, REST))
+        first = tl.arange(0, SIZE // REST)[None, :, None] == 0
+        pieces += tl.where(first, (values_2 * values_2)[:, None, :], 0.0)
+        squares = tl.reshape(pieces, (ROWS, SIZE))
+    total = _row_sum(squares, ROWS, SIZE, LEVELS, LAST)
     if MEAN:
         total = total / COLUMNS
-    y = values * tl.rsqrt(total + epsilon)
-    if WEIGHT:
-        y = y * (scale.to(tl.float32) + offset)
-    if GATE != "none":
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        y = y * (gate * sigmoid if GATE == "silu" else sigmoid)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+    inverse = tl.rsqrt(total + epsilon)
+    _write(
+        out, row, column, mask, values, inverse, scale, offset, gate, COLUMNS, WEIGHT, GATE
+    )  # fmt: skip
+    if REST > 0:
+        _write(
+            out, row, columns_2, mask_2, values_2, inverse, scale_2, offset, gate_2,
+            COLUMNS, WEIGHT, GATE,
+        )  # fmt: skip

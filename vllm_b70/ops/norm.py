@@ -21,8 +21,6 @@ PROGRAM, WARP, XPU_WARP = 4096, 1024, 512
 #: Rows below which a program takes one row only, so that few rows spread over the device; values
 #: below which it has one warp (not on an XPU, where nothing was timed).
 FEW, MANY = 512, 2**22
-#: Values of a row that are left where the warps of a program that has one row meet.
-MEET = 4
 
 
 @functools.cache
@@ -40,14 +38,16 @@ def _launcher(
     device: torch.device,
 ) -> Launcher:
     """The kernel with its constants."""
-    size = 1 << (columns - 1).bit_length()
+    size, rest = pieces(columns)
     return Launcher(
         kernel,
         dict(
             COLUMNS=columns,
             SIZE=size,
             LEVELS=size.bit_length() - 1,
-            LAST=MEET if rows_a_program == 1 and warps > 1 and device.type != "xpu" else 1,
+            REST=rest,
+            # Where the warps of a program that has one row meet, each has one value left.
+            LAST=warps if rows_a_program == 1 and device.type != "xpu" else 1,
             ROWS=rows_a_program,
             HEADS=heads,
             MEAN=mean,
@@ -135,6 +135,16 @@ def launch(
         *(_strides(x) + _strides(residual) + _strides(z)),
     )
     return out, total
+
+
+def pieces(columns: int) -> tuple[int, int]:
+    """SIZE and REST of the kernel for a row of so many values."""
+    size = 1 << (columns - 1).bit_length()
+    rest = columns - size // 2
+    # Shorter ones would not be whole in the registers of four warps.
+    if rest < size // 2 and rest >= 1024 and rest & (rest - 1) == 0:
+        return size // 2, rest
+    return size, 0
 
 
 def choose(
