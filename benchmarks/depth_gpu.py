@@ -52,11 +52,13 @@ def agree(arguments: argparse.Namespace) -> None:
                 noise = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
                 near = torch.eye(size) + arguments.noise * noise / size**0.5
                 weights[name] = torch.cat([near, 0 * near], 1).to(weight.dtype)
-        save_file(weights, path, metadata={"format": "pt"})
+        # What was loaded may still lie in the file.
+        save_file(weights, path.with_suffix(".partial"), metadata={"format": "pt"})
+        path.with_suffix(".partial").replace(path)
 
 
-def steady(engine: Any, users: int, tokens: int) -> tuple[float, float]:
-    """Tokens a second, and the median step in ms, while so many users decode."""
+def decode(engine: Any, users: int, tokens: int) -> list[tuple[float, int]]:
+    """Answer so many users; seconds and tokens of each step in which all of them decode."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -79,6 +81,18 @@ def steady(engine: Any, users: int, tokens: int) -> tuple[float, float]:
             steps.append((now - last, sum(lengths.values()) - before))
         # The first steps after the prompts still verify what was drafted beside those.
         counting, last = len(lengths) == users and min(lengths.values()) > 8, now
+    return steps
+
+
+def steady(engine: Any, users: int, tokens: int) -> tuple[float, float]:
+    """Tokens a second, and the median step in ms, while so many users decode.
+
+    Raises:
+        SystemExit: The first user is done before the last one has begun.
+    """
+    steps = decode(engine, users, tokens)
+    if not steps:
+        raise SystemExit(f"Error: {users} users never decode together: ask for more --new-tokens")
     seconds = sum(step for step, _ in steps)
     return sum(made for _, made in steps) / seconds, 1e3 * statistics.median(s for s, _ in steps)
 
@@ -142,7 +156,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
         )
     )
     levels = []
-    steady(engine, max(users), 24)
+    decode(engine, max(users), 24)
     if arguments.turn:
         wait_for_turn(arguments.out.parent, arguments.turn)
     for count in users:

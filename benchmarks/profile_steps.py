@@ -66,7 +66,8 @@ class Engine:
 
     def drain(self) -> None:
         """Give up what is running."""
-        self.engine.abort_request(list(self.engine.output_processor.request_states))
+        running = list(self.engine.output_processor.request_states)
+        self.engine.abort_request(running, internal=True)  # vLLM's own ids, not ours
         while self.engine.has_unfinished_requests():
             self.engine.step()
 

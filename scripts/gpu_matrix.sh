@@ -12,9 +12,8 @@
 #   tiny     zero flips: the tiny 9B, every depth, replicas, stock    300 s
 #   27b      zero flips: the tiny 27B and one of its widths           150 s
 #   long     one request of 2K, 8K and 32K tokens, depth 3             90 s
-#   wide     zero flips and speed: the 9B's widths, against stock     250 s
-#   native   zero flips and speed: vendor linears against ours, 9B's widths  300 s (estimated)
-#   native16 the same with all weights in 16 bit                      300 s (estimated)
+#   speed    zero flips and speed: the 9B's widths, ours, stock and vendor linears  330 s (estimated)
+#   native16 the same with all weights in 16 bit, without stock       300 s (estimated)
 #   profile  where a step's time goes at 64 users, beside stock       150 s (estimated)
 #   depth    schedules of draft depths against fixed ones, depth 0    250 s (estimated)
 # Needs vLLM with its CUDA ops, pytest, and this project importable from the checkout.
@@ -27,7 +26,7 @@ mkdir -p "$out"
 models=${MODELS:-/tmp/b70-models}
 
 cell() { # work name arguments...
-  timeout "${LIMIT:-240}" python3 benchmarks/exact_gpu.py cell --out "$1/cells/$2.json" "${@:3}" \
+  timeout -k 10 "${LIMIT:-240}" python3 benchmarks/exact_gpu.py cell --out "$1/cells/$2.json" "${@:3}" \
     >"$1/$2.log" 2>&1
   grep -a " users \|Error:\|DISTURBED" "$1/$2.log" | tail -6 | cut -c1-200
 }
@@ -158,43 +157,43 @@ stage_long() {
   python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
 }
 
-stage_wide() {
-  [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
-  local options=(--model "$models/wide-9b" --users 1,64 --prompts 128 --new-tokens 128
-    --max-num-seqs 64 --kv-gib 16)
-  local LIMIT=450
-  turn 1/4 "$1" exact-0 "${options[@]}" &
-  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 --solo 16 &
-  turn 3/4 "$1" stock-0 "${options[@]}" --route stock --solo 64 &
-  turn 4/4 "$1" stock-3 "${options[@]}" --route stock --depth 3 --solo 16 &
+side_by_side() { # work model route...: depths 0 and 3 of each start together and are timed in turn
+  local work=$1 options=(--model "$2" --users 1,64 --prompts 128 --new-tokens 128
+    --max-num-seqs 64 --kv-gib 8)
+  shift 2
+  local route depth solo n=0 LIMIT=560
+  # What was settled, certified and verified, and how long it took. The graphs of every route but
+  # stock are captured and verified, or it does not start.
+  local -x VLLM_LOGGING_LEVEL=INFO VLLM_B70_GRAPHS=all
+  for route in "$@"; do
+    for depth in 0 3; do
+      # Depth 0 is the oracle of its route, for as many sequences as it answers alone.
+      case $route-$depth in
+        exact-0) solo=128 ;;
+        *-0) solo=64 ;;
+        *) solo=16 ;;
+      esac
+      n=$((n + 1))
+      turn "$n/$((2 * $#))" "$work" "$route-$depth" "${options[@]}" --route "$route" \
+        --depth "$depth" --solo "$solo" &
+    done
+  done
   wait
-  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
+  python3 benchmarks/exact_gpu.py collect "$work/cells" --out "$work/exact.json" | cut -c1-300
+  # By engine, how long each part took; then, once, the routes of the linears.
+  (cd "$work" && grep -ao "vllm_b70: \(linears\|census\|warm-up\|graphs\): .*" ./*.log) | cut -c3-200
+  grep -aoh "vllm_b70: \(linear\|lm_head\|int4_linear\) .*" "$work"/*.log | sort -u | cut -c1-260
 }
 
-beside_native() { # work model: the route's own linears and the vendor's, timed in turn
-  local options=(--model "$2" --users 1,64 --prompts 128 --new-tokens 128 --max-num-seqs 64
-    --kv-gib 16)
-  local LIMIT=500
-  local -x VLLM_LOGGING_LEVEL=INFO # what was settled, and how long it took
-  turn 1/4 "$1" exact-0 "${options[@]}" &
-  turn 2/4 "$1" exact-3 "${options[@]}" --depth 3 --solo 16 &
-  turn 3/4 "$1" native-0 "${options[@]}" --route native &
-  turn 4/4 "$1" native-3 "${options[@]}" --route native --depth 3 --solo 16 &
-  wait
-  python3 benchmarks/exact_gpu.py collect "$1/cells" --out "$1/exact.json" | cut -c1-300
-  grep -aoh "vllm_b70: \(linears: \|linear \|lm_head \|int4_linear \|census: \).*" "$1"/*.log |
-    sort -u | cut -c1-260
-}
-
-stage_native() {
+stage_speed() {
   [ -d "$models/wide-9b" ] || python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b"
-  beside_native "$1" "$models/wide-9b"
+  side_by_side "$1" "$models/wide-9b" exact stock native
 }
 
 stage_native16() {
   [ -d "$models/wide-9b-bf16" ] ||
     python3 benchmarks/wide_checkpoint.py 9b "$models/wide-9b-bf16" --format bf16
-  beside_native "$1" "$models/wide-9b-bf16"
+  side_by_side "$1" "$models/wide-9b-bf16" exact native
 }
 
 stage_profile() {
@@ -203,7 +202,7 @@ stage_profile() {
   for route in exact stock; do
     n=$((n + 1))
     (
-      timeout 300 python3 benchmarks/profile_steps.py "$models/wide-9b" "$1/$route.txt" \
+      timeout -k 10 300 python3 benchmarks/profile_steps.py "$models/wide-9b" "$1/$route.txt" \
         --route $route --turn "$n/2" >"$1/$route.log" 2>&1
       touch "$1/ready-$n" "$1/done-$n"
       grep -a "ms a step\|kernels a step" "$1/$route.txt" | sed "s/^/$route /"
@@ -217,7 +216,7 @@ stage_depth() {
   [ -d "$models/agree-9b" ] ||
     python3 benchmarks/depth_gpu.py agree "$models/wide-9b" "$models/agree-9b"
   depth_cell() { # work name arguments...
-    timeout 400 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
+    timeout -k 10 400 python3 benchmarks/depth_gpu.py cell --model "$models/agree-9b" \
       --out "$1/cells/$2.json" "${@:3}" >"$1/$2.log" 2>&1
     grep -a " users \|Error:\|DISTURBED" "$1/$2.log" | tail -6 | cut -c1-200
   }

@@ -2,13 +2,14 @@
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import depth_gpu, gemm_command, timing
+from benchmarks import depth_gpu, exact_gpu, gemm_command, profile_steps, timing
 from vllm_b70.ops import tiles
 from vllm_b70.ops.tiles import Tile
 
@@ -93,3 +94,92 @@ def test_acceptance_is_that_of_what_ran_in_between():
     assert depth_gpu.acceptance(nothing, nothing) == []
     assert depth_gpu.acceptance(none, after) == [0.8, 0.3]
     assert depth_gpu.acceptance(after, after) == []
+
+
+class Engine:
+    """Each user gets as many tokens a step as it is told; all finish at ``max_tokens``."""
+
+    def __init__(self, *paces):
+        self.paces, self.running = list(paces), {}
+
+    def add_request(self, name, prompt, params):
+        self.running[name] = [self.paces[len(self.running)], 0, params.max_tokens]
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        outputs = []
+        for name, one in list(self.running.items()):
+            one[1] = min(one[1] + one[0], one[2])
+            done = one[1] == one[2]
+            made = types.SimpleNamespace(token_ids=[0] * one[1])
+            outputs.append(types.SimpleNamespace(request_id=name, outputs=[made], finished=done))
+            if done:
+                del self.running[name]
+        return outputs
+
+
+def test_steps_are_counted_while_all_users_decode():
+    pytest.importorskip("vllm")
+    steps = depth_gpu.decode(Engine(1, 4), 2, 64)
+    # From the step after the slower one has 9 tokens to the one before the other has all 64.
+    assert [made for _, made in steps] == [5] * 6
+    speed, step = depth_gpu.steady(Engine(1, 4), 2, 64)
+    assert speed > 0 and step > 0
+
+
+def test_users_who_never_decode_together_are_warmed_up_with_and_not_measured():
+    """Drafts that are accepted end a short answer before another has begun."""
+    pytest.importorskip("vllm")
+    assert depth_gpu.decode(Engine(1, 4), 2, 24) == []
+    with pytest.raises(SystemExit, match="2 users never decode together"):
+        depth_gpu.steady(Engine(1, 4), 2, 24)
+
+
+def test_a_checkpoint_whose_heads_agree_takes_the_place_of_its_copy(tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    (tmp_path / "model").mkdir()
+    names = ("model.a.down_proj.weight", "model.a.up_proj.weight", "mtp.fc.weight")
+    weights = {name: torch.ones(4, 8) for name in names}
+    files.save_file(weights, tmp_path / "model" / "model.safetensors")
+    arguments = types.SimpleNamespace(source=tmp_path / "model", target=tmp_path / "b", noise=0.0)
+    depth_gpu.agree(arguments)
+    assert [path.name for path in arguments.target.iterdir()] == ["model.safetensors"]
+    found = files.load_file(arguments.target / "model.safetensors")
+    assert not found[names[0]].any() and found[names[1]].all()
+    assert torch.equal(found[names[2]], torch.cat([torch.eye(4), torch.zeros(4, 4)], 1))
+    assert torch.equal(files.load_file(arguments.source / "model.safetensors")[names[0]],
+                       torch.ones(4, 8))  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_a_turn_comes_when_all_are_ready_and_those_before_are_done(own, tmp_path, capsys):
+    exact_gpu.wait_for_turn(tmp_path, f"{own}/2", 0.2)
+    assert "DISTURBED" in capsys.readouterr().out and (tmp_path / f"ready-{own}").exists()
+    # What scripts/gpu_matrix.sh does for a cell that ended, whatever came of it.
+    for name in ("ready", "done"):
+        (tmp_path / f"{name}-{3 - own}").touch()
+    exact_gpu.wait_for_turn(tmp_path, f"{own}/2", 0.2)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_runs_is_given_up_by_vllms_own_ids():
+    """Its ids are not those that were asked with; by those nothing would be found."""
+    states, gone = {"0-0-8f3a": None, "0-1-17bc": None}, []
+
+    class Stub:
+        output_processor = types.SimpleNamespace(request_states=states)
+
+        def abort_request(self, ids, internal=False):
+            gone.extend((one, internal) for one in ids)
+            for one in ids:
+                del states[one]
+
+        def has_unfinished_requests(self):
+            return bool(states)
+
+    engine = object.__new__(profile_steps.Engine)
+    engine.engine = Stub()
+    engine.drain()
+    assert gone == [("0-0-8f3a", True), ("0-1-17bc", True)]

@@ -1,9 +1,12 @@
 """Routes of linears: settled alike for a shape, kept once for all starts, refused where need be."""
 
+import errno
 import json
 import logging
+import os
 import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +72,7 @@ def settle(**change):
 
 
 def files(root):
-    return sorted((root / "vllm_b70" / "linears").glob("*"))
+    return sorted((root / "vllm_b70" / "linears").glob("*/*"))
 
 
 def test_layers_of_a_shape_are_settled_alike_and_multiply(mode, root, caplog):
@@ -94,7 +97,7 @@ def test_layers_of_a_shape_are_settled_alike_and_multiply(mode, root, caplog):
     assert "linear 96x64 bfloat16: the vendor's kernel, class of" in text
     assert "4 rows in 1 of 4, 16 rows in 1 of 64, 64 rows in 1 of 64" in text
     assert "4-bit linears: our own kernels" in text
-    assert "2 of 2 shapes native, digest" in text and str(files(root)[0].parent) in text
+    assert "2 of 2 shapes native, digest" in text and str(files(root)[0].parent.parent) in text
 
 
 def test_a_second_start_takes_what_the_first_one_kept(mode, root, monkeypatch, caplog):
@@ -117,10 +120,19 @@ def test_what_is_settled_enters_the_keys_of_certificate_and_compile_cache(mode, 
     assert noted.compute_hash() != before
 
 
+def refuse(number):
+    def call(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
 @pytest.mark.parametrize("linear", ["native", "auto"])
 def test_the_first_of_two_servers_counts(mode, linear, root, monkeypatch):
-    """Both found no file, and the other one wrote it first: its choice is taken."""
+    """Both found no file, and the other one wrote it first: its choice is taken, also on a file
+    system that has no hard links."""
     mode(linear)
+    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
     other = settled.Settled("linear", "96x64 bfloat16", (5, 9, 1), "by another server")
     decide = linears._decide
 
@@ -134,7 +146,8 @@ def test_the_first_of_two_servers_counts(mode, linear, root, monkeypatch):
     monkeypatch.setattr(linears, "_decide", slowly)
     assert settle() == [["linear", "96x64 bfloat16", [5, 9, 1]]]
     assert made.b70_native == (5, 9, 1)
-    assert [path.suffix for path in files(root)] == [".json"], "nothing half written stays"
+    assert [path.suffix for path in files(root)] == [".json"]
+    assert len(list(files(root)[0].parent.parent.iterdir())) == 1, "nothing half written stays"
 
 
 @pytest.mark.parametrize("drafts", [None, 0, 1, 7])
@@ -261,12 +274,35 @@ def test_times_are_medians_of_turns():
 def test_a_choice_by_the_clock_that_cannot_be_kept_stops_the_server(mode, root, caplog):
     (root / "vllm_b70").write_text("a file where the folder should be")
     kept = [layer()]
+    kept.append(layer(columns=32))
     settle()
-    assert "cannot be kept" in caplog.text, "what native finds, another start finds too"
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "cannot be kept" in line, "what native finds, another start finds too"
+    assert f"make {root / 'vllm_b70' / 'linears'} writable, or set VLLM_CACHE_ROOT" in line
     mode("auto")
     kept.append(layer())
     with pytest.raises(PluginError, match="its choice cannot be kept"):
         settle()
+
+
+@pytest.mark.parametrize("linear", ["native", "auto"])
+def test_a_cache_that_cannot_be_read_stops_the_server(mode, linear, root, monkeypatch):
+    """What is there is not known, and choosing anew might choose otherwise."""
+    mode(linear)
+    kept = [layer()]
+    monkeypatch.setattr(Path, "read_text", refuse(errno.EACCES))
+    with pytest.raises(PluginError, match="cannot look for its earlier choice .*denied") as e:
+        settle()
+    assert f"make {root / 'vllm_b70' / 'linears'} readable" in str(e.value)
+    assert "VLLM_CACHE_ROOT" in str(e.value) and "\n" not in str(e.value) and kept
+
+
+def test_a_choice_that_is_cut_off_leaves_nothing(mode, root, monkeypatch, caplog):
+    kept = [layer()]
+    monkeypatch.setattr(os, "rename", refuse(errno.EIO))
+    settle()
+    assert "cannot be kept" in caplog.text and kept
+    assert list((root / "vllm_b70" / "linears").iterdir()) == []
 
 
 def test_native_without_any_certified_class_stops_the_server(mode, monkeypatch):
@@ -286,6 +322,9 @@ def test_what_takes_too_long_stops_the_server(mode, monkeypatch):
     with pytest.raises(PluginError, match="1 of 2 shapes"):
         settle()
     assert kept[1].b70_native is None
+    native.take_waiting()
+    kept.append(layer())
+    assert settle(), "the last one is settled, however late"
 
 
 def test_a_tied_head_waits_like_a_head(mode):

@@ -1,6 +1,7 @@
 """The probe of the sum over cards, asked in processes of their own over gloo, one a card."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +19,21 @@ def probe_of(finder_class):
     return finder.sum_over_cards(COLUMNS, 3)
 
 
+def short_of_memory(probe, rank):
+    """The probe where rank 1 has no room for its largest call."""
+
+    def inputs(count, seed):
+        if rank == 1 and count > TOKENS // 2:
+            raise torch.OutOfMemoryError("no room")
+        return probe.inputs(count, seed)
+
+    return replace(probe, inputs=inputs)
+
+
 def worker(rank, world, port, folder):
     import torch.distributed as dist
 
-    from vllm_b70.census import path, ranks
+    from vllm_b70.census import census, path, ranks
     from vllm_b70.layers.communicator import RankOrderXpuCommunicator
 
     dist.init_process_group(
@@ -49,6 +61,7 @@ def worker(rank, world, port, folder):
     ranks.parallel_state = types.SimpleNamespace(
         model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group
     )
+    verdicts.append(census._judge(short_of_memory(probe_of(path._Finder), rank)).as_dict())
     torch.save((verdicts, ranks.least(7 + rank), ranks.least(7 - rank)), f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -57,11 +70,14 @@ def test_the_sum_passes_and_one_whose_order_follows_the_size_does_not(tmp_path, 
     """Three ranks: with two, the order of an addition cannot show."""
     multiprocessing.spawn(worker, (3, free_port, str(tmp_path)), nprocs=3)
     for rank in range(3):
-        (ours, by_size), first, last = torch.load(tmp_path / str(rank))
+        (ours, by_size, unasked), first, last = torch.load(tmp_path / str(rank))
         assert ours["exact"] and ours["op"] == "all_reduce" and ours["calls"] > 100
         assert ours["shape"] == f"{COLUMNS} of 3 cards bfloat16"
         assert not by_size["exact"] and by_size["differs"].startswith("5-8 rows")
         assert (first, last) == (7, 5)
+        # Nobody waits for the rank that cannot ask, and all say whose it was.
+        assert not unasked["exact"] and unasked["calls"] == 0
+        assert unasked["differs"] == "nothing: it raised OutOfMemoryError: no room on rank 1"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +95,20 @@ def test_it_is_on_the_path_behind_each_row_parallel_linear(cards, reduced, probe
     monkeypatch.setattr(finder, "linear", lambda layer: "linear", raising=False)
     monkeypatch.setattr(finder, "sum_over_cards", lambda *sizes: sizes, raising=False)
     assert list(finder.of("o_proj", module)) == ["linear", (COLUMNS, cards)][:probes]
+
+
+def test_a_rank_that_fails_while_the_others_ask_ends():
+    """It would go on to another collective call than the one that they wait in."""
+    from vllm_b70.census import census, path
+
+    def fail(x):
+        raise RuntimeError("a card is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path, "get_tensor_model_parallel_rank", lambda: 0)
+        probe = replace(probe_of(path._Finder), run=fail)
+    with pytest.raises(RuntimeError, match="other ranks wait for this one .*a card is gone"):
+        census._judge(probe)
 
 
 def test_ranks_of_which_one_has_no_certificate_ask_together(monkeypatch, tmp_path):

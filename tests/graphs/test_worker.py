@@ -1,6 +1,7 @@
 """What a worker puts around its runner's captures, over runners that do nothing else."""
 
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -95,30 +96,37 @@ class Steps:
     closed = 0
 
     def __init__(self, runner, most):
-        self.most, self.requests = most, range(most)
+        self.runner, self.most, self.requests = runner, most, range(most)
 
     def close(self):
         Steps.closed += 1
 
 
+@dataclass(frozen=True)
+class Key:
+    num_reqs: int
+    uniform_token_count: int
+    num_active_loras: int = 0
+
+
 def keys(*shapes):
-    return [
-        types.SimpleNamespace(num_reqs=n, uniform_token_count=w, num_active_loras=0)
-        for n, w in shapes
-    ]
+    return [Key(*shape) for shape in shapes]
 
 
 @pytest.mark.parametrize("differences", [0, 1])
 def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, caplog):
     wrong = Difference("8 requests", Part("target", "hidden states"), "1 of 8 rows")
     monkeypatch.setattr(steps, "Steps", Steps)
-    monkeypatch.setattr(steps, "captured", lambda runner: (keys((8, 1), (4, 1)), [], []))
+    target, prefill, decode = keys((8, 1), (4, 1)), keys((8, 1), (4, 1)), keys((8, 1), (4, 1))
+    monkeypatch.setattr(steps, "captured", lambda runner: (target, prefill, decode))
     asked = []
 
     def verify(runs):
         asked.extend(runs)
         for run in runs[1:]:
-            run.seen = 1
+            run.seen, run.replayed = 1, run.graphs()
+        # A padded step of the larger size, whose drafts went another way.
+        runs[0].seen, runs[0].replayed = 1, {(0, target[0]), (1, prefill[0])}
         return [wrong] * differences
 
     monkeypatch.setattr("vllm_b70.graphs.verify.verify", verify)
@@ -133,8 +141,8 @@ def test_the_requests_are_gone_whatever_was_found(monkeypatch, differences, capl
             worker.verify_runner(Runner())
             unseen = "8 requests of 1 tokens (depth 0, then 3 drafts each)"
             assert f"such steps run without one: {unseen}" in caplog.text
-            assert "1 of the target and 0 of the drafter" in caplog.text
-            assert withheld == [{(8, 1)}]
+            assert "2 of the target and 3 of the drafter" in caplog.text
+            assert withheld == [[[], [], keys((8, 1))]]
     assert Steps.closed == before + 1 and [run.case.requests for run in asked] == [8, 4]
 
 
@@ -169,5 +177,57 @@ def test_what_was_not_verified_is_not_served():
         prefill_cudagraph_manager=prefill, decode_cudagraph_manager=decode
     )
     runner = types.SimpleNamespace(cudagraph_manager=target, speculator=speculator)
-    worker.withhold(runner, {(8, 1)})
-    assert (target.left(), prefill.left(), decode.left()) == ([(4, 2)], [(4, 2)], [])
+    worker.withhold(runner, [keys((8, 1)), [], keys((8, 1))])
+    assert (target.left(), prefill.left(), decode.left()) == ([(4, 2)], [(8, 1), (4, 2)], [])
+
+
+def test_graphs_that_ran_are_noted_by_part():
+    class Manager:
+        def __init__(self):
+            self.ran = []
+
+        def run_fullgraph(self, key):
+            self.ran.append(key)
+            return "hidden states"
+
+    target, decode = Manager(), Manager()
+    runner = types.SimpleNamespace(
+        cudagraph_manager=target, speculator=types.SimpleNamespace(decode_cudagraph_manager=decode)
+    )
+    with steps.replays(runner) as ran:
+        assert target.run_fullgraph(Key(8, 1)) == "hidden states"
+        decode.run_fullgraph(Key(4, 1))
+    target.run_fullgraph(Key(2, 1))
+    assert ran == {(0, Key(8, 1)), (2, Key(4, 1))}
+    assert target.ran == [Key(8, 1), Key(2, 1)] and "run_fullgraph" not in vars(target)
+
+
+@pytest.mark.parametrize(
+    ("requests", "ran", "whose"),
+    [
+        (8, {0, 1, 2}, None),
+        (8, {1, 2}, "target has .*VLLM_B70_GRAPHS=off"),
+        (8, {0, 2}, "drafter has .*VLLM_B70_GRAPHS=target"),
+        (8, {0, 1}, "drafter has .*VLLM_B70_GRAPHS=target"),
+        # One request fewer, whose drafts may come from a smaller graph.
+        (7, {0, 1}, None),
+        (7, {0}, "drafter has"),
+    ],
+)
+def test_a_step_that_did_not_run_from_its_graphs_is_refused(requests, ran, whose, monkeypatch):
+    """Else two eager steps would be compared with one another."""
+    shapes = [keys((8, 4), (8, 2)), keys((8, 4), (4, 4)), keys((8, 1), (4, 1))]
+    monkeypatch.setattr(steps, "captured", lambda runner: shapes)
+    rig = types.SimpleNamespace(
+        runner=None, randomise=lambda seed: None, restore=lambda *_: None, step=lambda *_: {},
+        replayed={(number, shapes[number][0]) for number in ran},
+    )  # fmt: skip
+    run = steps.StepRun(rig, steps.Case(8, 4, 3))
+    run.requests, run.seed, run.columns, run.rejected = [None] * requests, 0, [], []
+    if whose is None:
+        assert run.replay() == {} and run.replayed == rig.replayed
+        with pytest.raises(GraphError, match="a step of 8 requests .* from a graph"):
+            run.eager()
+    else:
+        with pytest.raises(GraphError, match=f"the {whose}"):
+            run.replay()

@@ -115,7 +115,7 @@ def full_after(graphs):
 
 def main():
     from vllm_b70.graphs import steps
-    from vllm_b70.graphs.verify import verify
+    from vllm_b70.graphs.verify import GraphError, verify
     from vllm_b70.graphs.worker import leave_eager
 
     def names(found):
@@ -170,6 +170,11 @@ def main():
         again = run.replay()
         result["finite"] = all(bool(value.isfinite().all()) for value in got.values())
         result["deaf"] = [part.what for part in got if torch.equal(got[part], again[part])]
+        with replaced(runner.speculator.decode_cudagraph_manager, "_graphs_captured", False):
+            try:
+                verify([run])
+            except GraphError as error:
+                result["drafts without their graph"] = str(error)
         rig.close()
         leave_eager(runner.speculator)
         runner.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)

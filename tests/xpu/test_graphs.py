@@ -69,5 +69,10 @@ def test_faults_of_one_graph_are_found_in_it(run):
         assert any(line.endswith(expected[name]) for line in found), (name, found)
 
 
+def test_drafts_that_were_made_without_their_graph_are_no_proof(run):
+    size = "2 requests of 2 tokens (depth 1, then 2 drafts each)"
+    assert f"the drafter has a graph for {size}, but vLLM ran" in run["drafts without their graph"]
+
+
 def test_the_drafter_can_be_left_eager(run):
     assert run["drafter left eager"] == [3, 0, 0]

@@ -14,9 +14,10 @@ from vllm_b70.census import certificate as certificates
 from vllm_b70.census import memory
 from vllm_b70.census.certificate import Certificate
 from vllm_b70.census.path import find
-from vllm_b70.census.ranks import least
+from vllm_b70.census.ranks import least, of_all
+from vllm_b70.census.rows import RowProbe
 from vllm_b70.census.settled import FIELD
-from vllm_b70.census.verdict import Probe, Verdict
+from vllm_b70.census.verdict import SEEDS, Probe, Verdict
 
 # A child of vLLM's logger, so that the user's logging configuration applies.
 logger = logging.getLogger("vllm.vllm_b70")
@@ -44,11 +45,46 @@ def limits(config: VllmConfig) -> dict[str, Any]:
 
 def _judge(probe: Probe) -> Verdict:
     """The probe's verdict; an op that cannot be asked is not exact as far as anybody knows."""
+    if isinstance(probe, RowProbe) and probe.together:
+        return _judge_together(probe)
     try:
         return probe.judge()
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return Verdict(probe.op, probe.shape, False, f"nothing: it raised {text}", "", 0, 0)
+        return _nothing(probe, f"it raised {_text(error)}")
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _nothing(probe: Probe, why: str) -> Verdict:
+    return Verdict(probe.op, probe.shape, False, f"nothing: {why}", "", 0, 0)
+
+
+def _judge_together(probe: RowProbe) -> Verdict:
+    """As ``_judge``, where a rank that does not ask leaves the others waiting.
+
+    Raises:
+        RuntimeError: This rank failed while the others ask; it must end, and the server with it.
+    """
+    failed = ""
+    try:
+        # What a rank can fail in by itself is memory.
+        probe.inputs(probe.most_rows, SEEDS[0])
+        if probe.device.type != "cpu":
+            torch.accelerator.synchronize()
+    except Exception as error:
+        failed = _text(error)
+    said = [f"{text} on rank {rank}" for rank, text in enumerate(of_all(failed)) if text]
+    if said:
+        return _nothing(probe, f"it raised {' and '.join(said)}")
+    try:
+        return probe.judge()
+    except Exception as error:
+        raise RuntimeError(
+            f"the census cannot ask {probe.op} {probe.shape} any more while other ranks wait for "
+            f"this one ({_text(error)}): VLLM_B70_CENSUS=off serves without a census."
+        ) from error
 
 
 @torch.inference_mode()

@@ -67,25 +67,42 @@ def settle(models: list[Any], config: VllmConfig) -> None:
     # Drafts change no answer, so the digest leaves out what a draft model alone has.
     target = {id(module) for model in models for module in model.modules()}
     settled, answers, found = [], [], 0
+    not_kept: OSError | None = None
     for layers in shapes.values():
         key = key_of(layers[0], device, rank)
         one = load(key)
         if one is None:
             found += 1
             with torch.inference_mode():
-                one = keep(key, _decide(layers[0]))
+                one = _decide(layers[0])
+            try:
+                one = keep(key, one)
+            except OSError as error:
+                not_kept = error
+                if current().linear == "auto":
+                    raise PluginError(
+                        "VLLM_B70_LINEAR=auto chooses by the clock, and its choice cannot be kept "
+                        f"for the next start ({error}): make {folder()} writable, set "
+                        "VLLM_CACHE_ROOT to a folder that is, or use triton or native."
+                    ) from error
         for layer in layers:
             layer.settle(one.spans)
         settled.append(one)
         if any(id(layer.layer()) in target for layer in layers):
             answers.append(one)
-        if time.perf_counter() - begun > LIMIT:
+        if len(settled) < len(shapes) and time.perf_counter() - begun > LIMIT:
             raise PluginError(
                 f"VLLM_B70_LINEAR={current().linear} found row classes of {len(settled)} of "
                 f"{len(shapes)} shapes in {LIMIT:.0f} s, all that it may take: set it to triton."
             )
     _note(config, settled)
     memory.release(device)
+    if not_kept is not None:
+        logger.warning(
+            "vllm_b70: the row classes that were found cannot be kept (%s), so every start looks "
+            "for them anew: make %s writable, or set VLLM_CACHE_ROOT to a folder that is.",
+            not_kept, folder(),
+        )  # fmt: skip
     for one in settled:
         logger.info("vllm_b70: %s", one.line(_steps(config)))
     if device.type != "xpu":
@@ -101,7 +118,7 @@ def settle(models: list[Any], config: VllmConfig) -> None:
     logger.info(
         "vllm_b70: linears: %d of %d shapes native, digest %s, %.1f s (%d found now; kept in %s)",
         sum(bool(one.spans) for one in settled), len(settled), digest(answers),
-        time.perf_counter() - begun, found, folder(),
+        time.perf_counter() - begun, found, folder() if not_kept is None else "no folder",
     )  # fmt: skip
 
 

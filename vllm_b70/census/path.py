@@ -248,6 +248,7 @@ class _Finder:
         return RowProbe(
             "all_reduce", f"{columns} of {cards} cards {_name(self.dtype)}", self.tokens,
             4 * columns, 4 * columns, self.device, inputs, run, self.special, self.memory,
+            together=True,
         )  # fmt: skip
 
     def head(self, head: Any) -> Probe:

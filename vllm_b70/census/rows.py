@@ -45,6 +45,7 @@ class RowProbe:
         special: Row counts to try besides, e.g. those of captured graphs.
         memory: Bytes that the inputs of a call, or its results, may have; see ``census.memory``.
         launches: Row counts that stand for all launches of its kernels.
+        together: Whether a call waits for all ranks to make it.
     """
 
     op: str
@@ -58,6 +59,7 @@ class RowProbe:
     special: tuple[int, ...] = ()
     memory: int = MOST
     launches: tuple[int, ...] = ()
+    together: bool = False
 
     @property
     def least_memory(self) -> int:

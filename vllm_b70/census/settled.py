@@ -8,11 +8,12 @@ a start that finds it takes what it says.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -26,8 +27,6 @@ from vllm_b70.census.verdict import Named
 from vllm_b70.ops import row_classes
 from vllm_b70.plugin import PluginError
 from vllm_b70.settings import current
-
-logger = logging.getLogger("vllm.vllm_b70")
 
 
 @dataclass(frozen=True)
@@ -107,16 +106,16 @@ def folder() -> Path:
 
 
 def path_of(key: dict[str, Any]) -> Path:
-    """Where what was settled under a key is kept."""
+    """Where what was settled under a key is kept: the only file of a folder of its own."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return folder() / f"{name}.json"
+    return folder() / name / "settled.json"
 
 
 def load(key: dict[str, Any]) -> Settled | None:
     """What was settled under a key; None if nothing was.
 
     Raises:
-        PluginError: The file cannot be believed: choosing anew might choose otherwise.
+        PluginError: The file cannot be read or believed: choosing anew might choose otherwise.
     """
     path = path_of(key)
     try:
@@ -129,7 +128,12 @@ def load(key: dict[str, Any]) -> Settled | None:
             raise ValueError("it does not hold what it should")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise PluginError(
+            f"VLLM_B70_LINEAR={current().linear} cannot look for its earlier choice ({error}): "
+            f"make {folder()} readable to this user, or set VLLM_CACHE_ROOT to a folder that is."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise PluginError(
             f"VLLM_B70_LINEAR={current().linear} cannot read its earlier choice, {path} ({error}): "
             "copy it from a server of the same configuration, or remove it to choose anew."
@@ -140,33 +144,34 @@ def load(key: dict[str, Any]) -> Settled | None:
 def keep(key: dict[str, Any], settled: Settled) -> Settled:
     """Keep what was settled, unless another process was first.
 
+    A folder that holds its file already takes the name of the key: that fails if one is there, on
+    every file system, those without hard links included.
+
     Returns:
         What is kept and counts.
 
     Raises:
-        PluginError: It cannot be kept under ``auto``, where the next start might choose otherwise.
+        OSError: It cannot be kept.
+        PluginError: Another process was first, and its file cannot be believed.
     """
     path = path_of(key)
     content = {"digest": digest([settled]), "settled": asdict(settled), "key": key}
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=path.parent.parent, suffix=".tmp"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with open(made / path.name, "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # Other users of the cache read it.
+        os.chmod(made / path.name, 0o644)
+        os.chmod(made, 0o755)
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(content, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)  # other users of the cache read it
-            os.link(name, path)  # fails if the file is there
-        except FileExistsError:
+            os.rename(made, path.parent)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             return load(key) or settled
-        finally:
-            os.unlink(name)
-    except OSError as error:
-        if current().linear == "auto":
-            raise PluginError(
-                "VLLM_B70_LINEAR=auto chooses by the clock, and its choice cannot be kept for the "
-                f"next start ({error}): make {path.parent} writable, or use triton or native."
-            ) from error
-        logger.warning("vllm_b70: a row class that was found cannot be kept: %s", error)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
     return settled

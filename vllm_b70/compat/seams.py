@@ -487,6 +487,13 @@ SEAMS: dict[str, Seam] = {
         "graphs.capture_set relies on vLLM to tell which of the listed graphs a step fits",
         worker=True,
     ),
+    "graph_replay": Seam(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.run_fullgraph",
+        ("self", "desc"),
+        "graphs notes which of them a step ran from",
+        worker=True,
+    ),
     "graph_dispatch": Seam(
         "vllm.v1.worker.gpu.cudagraph_utils",
         "CudaGraphManager.dispatch",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,10 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
 
 from vllm_b70.compat.seams import require
 from vllm_b70.graphs.capture_set import managers
-from vllm_b70.graphs.verify import DRAFTER, TARGET, GraphError, Part, Tensors
+from vllm_b70.graphs.verify import DRAFTER, INSTEAD, TARGET, GraphError, Part, Tensors
 
 require(
-    "graph_key", "graph_dispatch", "execute_model", "execute_state", "propose_v2",
+    "graph_key", "graph_dispatch", "graph_replay", "execute_model", "execute_state", "propose_v2",
     "drafter_inputs", "new_request", "cached_requests",
 )  # fmt: skip
 
@@ -111,6 +112,29 @@ def captured(runner: Any) -> tuple[list[Any], list[Any], list[Any]]:
     return target, prefill, decode
 
 
+@contextmanager
+def replays(runner: Any) -> Iterator[set[tuple[int, Any]]]:
+    """The graphs that run meanwhile, each by the number of its manager, as ``captured`` has them,
+    and its key."""
+    found: set[tuple[int, Any]] = set()
+
+    def noting(number: int, run: Any) -> Any:
+        def run_fullgraph(key: Any) -> Any:
+            found.add((number, key))
+            return run(key)
+
+        return run_fullgraph
+
+    given = [(number, manager) for number, manager in enumerate(managers(runner)) if manager]
+    for number, manager in given:
+        manager.run_fullgraph = noting(number, manager.run_fullgraph)
+    try:
+        yield found
+    finally:
+        for _, manager in given:
+            del manager.run_fullgraph
+
+
 class Steps:
     """Requests in the runner, past their prompts, and steps of any of them."""
 
@@ -127,6 +151,7 @@ class Steps:
         self.recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self.drafting: set[str] = getattr(runner.speculator, "draft_attn_layer_names", set())
         self.requests, self._turn = self._allocate(specs, most), 0
+        self.replayed: set[tuple[int, Any]] = set()
         self._prefill()
 
     @property
@@ -255,8 +280,15 @@ class Steps:
             eager: Without graphs.
 
         Returns:
-            Results and what was written to the caches. The metadata are in ``self.metadata``.
+            Results and what was written to the caches. The metadata are in ``self.metadata``, the
+            graphs that ran in ``self.replayed``.
         """
+        with replays(self.runner) as self.replayed:
+            return self._step(requests, case, rejected, eager)
+
+    def _step(
+        self, requests: list[Request], case: Case, rejected: list[int], eager: bool
+    ) -> Tensors:
         runner, names = self.runner, [request.name for request in requests]
         cached = CachedRequestData.make_empty()
         cached.req_ids = names
@@ -275,7 +307,6 @@ class Steps:
         state, runner.execute_model_state = runner.execute_model_state, None
         self.metadata = state.attn_metadata
         hidden = state.hidden_states
-        self.replayed = hidden.data_ptr() == _address(runner.cudagraph_manager.hidden_states)
         results = {
             Part(TARGET, "hidden states"): hidden[: state.input_batch.num_tokens].clone(),
             Part(TARGET, "KV cache"): self._keys_and_values(requests, [case.width] * len(names)),
@@ -382,10 +413,6 @@ class Steps:
                     cache[part] = 0
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _digest(states: torch.Tensor) -> torch.Tensor:
     """[blocks, states.shape[1]] int64: one changed bit changes it, and so do two rows that change
     places."""
@@ -403,6 +430,7 @@ class StepRun:
         self.steps, self.case = steps, case
         self.requests: list[Request] = []
         self.seen = 0
+        self.replayed: set[tuple[int, Any]] = set()
 
     @property
     def name(self) -> str:
@@ -438,27 +466,58 @@ class StepRun:
         found = graph(count)
         return found == graph(self.case.requests) and found.num_reqs != count
 
+    def graphs(self) -> set[tuple[int, Any]]:
+        """The captured graphs that a step of the case runs from, as ``replays`` has them."""
+        case = self.case
+        first, further = (case.requests, case.width), (case.requests, case.depth)
+        target, prefill, decode = captured(self.steps.runner)
+        found = {
+            (number, key)
+            for number, keys in enumerate((target, prefill))
+            for key in keys
+            if (key.num_reqs, key.uniform_token_count, key.num_active_loras) == (*first, 0)
+        }
+        # With one draft there are no further passes.
+        return found | {
+            (2, key)
+            for key in decode
+            if case.depth > 1 and key.num_active_loras == 0
+            if (key.num_reqs, getattr(key, "num_speculative_tokens", case.depth)) == further
+        }
+
     def replay(self) -> Tensors:
         """As in ``CapturedRun``.
 
         Raises:
-            GraphError: The target has a graph for the case and the step did not run from it.
+            GraphError: There is a graph for the step, and it did not run from it.
         """
         results = self._step(eager=False)
-        captured_for = {
-            (key.num_reqs, key.uniform_token_count)
-            for key in self.steps.runner.cudagraph_manager.graphs
-        }
-        if (self.case.requests, self.case.width) in captured_for and not self.steps.replayed:
+        self.replayed |= self.steps.replayed
+        missing = self.graphs() - self.steps.replayed
+        if len(self.requests) < self.case.requests:
+            # The drafter's further passes may have a smaller graph for so many.
+            missing = {(number, key) for number, key in missing if number < 2}
+        if missing:
+            whose = TARGET if min(number for number, _ in missing) == 0 else DRAFTER
             raise GraphError(
-                f"the target has a graph for {self.name}, but vLLM ran that step without it: set "
-                "VLLM_B70_GRAPHS=off, and report this as a bug of vllm_b70."
+                f"the {whose} has a graph for {self.name}, but vLLM ran that step without it: set "
+                f"VLLM_B70_GRAPHS={INSTEAD[whose]}, and report this as a bug of vllm_b70."
             )
         return results
 
     def eager(self) -> Tensors:
-        """As in ``CapturedRun``."""
-        return self._step(eager=True)
+        """As in ``CapturedRun``.
+
+        Raises:
+            GraphError: The step ran from a graph.
+        """
+        results = self._step(eager=True)
+        if self.steps.replayed:
+            raise GraphError(
+                f"vLLM ran a step of {self.name} from a graph that was to be compared with it: set "
+                "VLLM_B70_GRAPHS=off, and report this as a bug of vllm_b70."
+            )
+        return results
 
     def _step(self, eager: bool) -> Tensors:
         self.steps.randomise(self.seed)

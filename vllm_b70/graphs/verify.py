@@ -17,6 +17,7 @@ import torch
 SEEDS = (0, 1)
 #: Parts of a server, and what to set to serve without their graphs.
 TARGET, DRAFTER = "target", "drafter"
+INSTEAD = {TARGET: "off", DRAFTER: "target"}
 
 
 class GraphError(RuntimeError):
@@ -133,7 +134,7 @@ def enforce(differences: Sequence[Difference]) -> None:
         return
     shown = [f"{d.part.what} of the {d.part.whose} ({d.how}) for {d.run}" for d in differences[:3]]
     rest = len(differences) - len(shown)
-    instead = "off" if any(d.part.whose == TARGET for d in differences) else "target"
+    instead = INSTEAD[TARGET if any(d.part.whose == TARGET for d in differences) else DRAFTER]
     raise GraphError(
         "VLLM_B70=1 cannot keep its promise because captured graphs are not the eager steps that "
         f"they stand for: {', '.join(shown)}{f', and {rest} more' if rest else ''}; set "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,37 +104,45 @@ def verify_runner(runner: Any) -> None:
     found = verify(runs)
     steps.close()
     enforce(found)
-    unseen = [run for run in runs if not run.seen]
-    if unseen:
+    replayed = set().union(*(run.replayed for run in runs))
+    left = [
+        [key for key in keys if not key.num_active_loras and (number, key) not in replayed]
+        for number, keys in enumerate(graphs)
+    ]
+    if any(left):
+        unseen = [run for run in runs if run.graphs() - replayed]
         logger.warning(
             "vllm_b70: the KV cache has no room for %d requests with all their states, so some "
             "graphs cannot be verified and such steps run without one: %s",
             max(run.case.requests for run in unseen), ", ".join(run.name for run in unseen),
         )  # fmt: skip
-        withhold(runner, {(run.case.requests, run.case.width) for run in unseen})
-    replayed = {(run.case.requests, run.case.width) for run in runs if run.seen}
-    target = sum((key.num_reqs, key.uniform_token_count) in replayed for key in graphs[0])
-    requests = {requests for requests, _ in replayed}
-    drafter = sum(key.num_reqs in requests for key in [*graphs[1], *graphs[2]])
+        withhold(runner, left)
+    target = sum(number == 0 for number, _ in replayed)
     logger.info(
         "vllm_b70: graphs: %d of the target and %d of the drafter have the bits of eager steps, "
         "%d sizes and depths, %.1f s",
-        target, drafter, len(runs) - len(unseen), time.perf_counter() - begun,
+        target, len(replayed) - target, sum(run.seen > 0 for run in runs),
+        time.perf_counter() - begun,
     )  # fmt: skip
 
 
-def withhold(runner: Any, unverified: set[tuple[int, int]]) -> None:
+def withhold(runner: Any, unverified: list[list[Any]]) -> None:
     """Let no step run from graphs that nothing has verified.
 
     Args:
         runner: vLLM's.
-        unverified: Requests and tokens of each, of the target's steps.
+        unverified: Keys of such graphs, as ``steps.captured`` has them.
     """
     from vllm_b70.graphs.capture_set import keep, managers
 
-    # A pass of the drafter belongs to the steps of so many requests, whatever their width.
-    requests = {count for count, _ in unverified}
-    target, *drafter = managers(runner)
-    keep(target, lambda key: (key.num_reqs, key.uniform_token_count) not in unverified)
-    for manager in filter(None, drafter):
-        keep(manager, lambda key: key.num_reqs not in requests)
+    def shape(key: Any) -> tuple[int, int, int]:
+        # Steps find the drafter's further passes whatever their number of drafts.
+        return key.num_reqs, key.uniform_token_count, key.num_active_loras
+
+    def others(keys: list[Any]) -> Callable[[Any], bool]:
+        lost = {shape(key) for key in keys}
+        return lambda key: shape(key) not in lost
+
+    for manager, keys in zip(managers(runner), unverified, strict=True):
+        if keys:
+            keep(manager, others(keys))
