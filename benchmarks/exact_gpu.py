@@ -10,7 +10,8 @@ not run again. ``collect`` compares every cell with the cell of its route that h
 user, and replicas (``--replica``) with the cell that they repeat.
 
 Engines that are to be timed against one another start side by side and then answer in turn
-(``--turn``), so that no start disturbs a measurement.
+(``--turn``), so that no start disturbs a measurement; going round several times (``--rounds``)
+lets what a busy host adds fall on all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,8 @@ from vllm_b70.harness.compare import compare
 from vllm_b70.harness.prompts import default_lengths, make_prompts
 
 PROMPTS, NEW_TOKENS, LONGEST = 128, 128, 2000
+#: Prompts on which one user is timed.
+SOLO = 8
 #: What an engine needs where neither FlashAttention nor FlashInfer is installed.
 STOCK = {
     "attention_backend": "TRITON_ATTN",
@@ -43,20 +47,26 @@ def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
     return make_prompts(lengths, 0, (0, vocabulary))
 
 
-def wait_for_turn(folder: Path, turn: str, limit: float = 400) -> None:
+def wait_for_turn(folder: Path, turn: str, limit: float = 400, rounds: int = 0) -> None:
     """Return when all engines are ready and those before this one are done.
 
     Args:
-        folder: Where ``ready-N`` is made here and ``done-N`` by whoever started the cell.
+        folder: Where ``ready-N`` is made here, ``done-N`` by whoever started the cell, and
+            ``done-N-R`` by an engine that has answered in round R.
         turn: "N/M": this is engine N of 1 to M.
         limit: Seconds after which it goes on: a measurement may then be disturbed, and says so.
+        rounds: How often it has answered.
     """
     own, all_of_them = map(int, turn.split("/"))
     (folder / f"ready-{own}").touch()
     end = time.monotonic() + limit
-    waiting = [folder / f"ready-{n}" for n in range(1, all_of_them + 1)]
-    waiting += [folder / f"done-{n}" for n in range(1, own)]
-    while missing := [path.name for path in waiting if not path.exists()]:
+    names = [[f"ready-{n}"] for n in range(1, all_of_them + 1)]
+    names += [[f"done-{n}", f"done-{n}-{rounds}"] for n in range(1, own)]
+    if rounds:
+        names += [[f"done-{n}", f"done-{n}-{rounds - 1}"] for n in range(own, all_of_them + 1)]
+    while missing := [
+        either[0] for either in names if not any((folder / name).exists() for name in either)
+    ]:
         if time.monotonic() > end:
             print(f"DISTURBED: not waiting any longer for {missing}", flush=True)
             return
@@ -160,26 +170,40 @@ def run_cell(arguments: argparse.Namespace) -> None:
     all_users = [int(users) for users in arguments.users.split(",")]
     answer(engine, asked[:16], 1, 4)
     answer(engine, asked, max(all_users), arguments.new_tokens)
-    if arguments.turn:
-        wait_for_turn(arguments.out.parent, arguments.turn)
-    prompt_seconds = min(answer(engine, asked, max(all_users), 1)[1] for _ in range(2))
-    levels = []
-    for users in all_users:
-        drafts, good = accepted(engine)
-        some = asked[: arguments.solo] if users == 1 else asked
-        answers, seconds = answer(engine, some, users, arguments.new_tokens)
-        more, better = accepted(engine)
-        levels.append(
-            {
-                "users": users,
-                "answers": answers,
-                "tokens_per_s": round(len(some) * arguments.new_tokens / seconds, 1),
-                "acceptance": (better - good) / (more - drafts) if more > drafts else None,
-            }
-        )
+    levels: dict[int, dict[str, Any]] = {users: {"users": users} for users in all_users}
+    rates: dict[int, list[float]] = {users: [] for users in all_users}
+    prompt_seconds = []
+    drafts = {users: [0.0, 0.0] for users in all_users}
+    for turns in range(arguments.rounds):
+        if arguments.turn:
+            wait_for_turn(arguments.out.parent, arguments.turn, rounds=turns)
+        prompt_seconds.append(answer(engine, asked, max(all_users), 1)[1])
+        for users, level in levels.items():
+            # One user is timed on a few prompts, and answers the others once.
+            some = asked[: min(SOLO, arguments.solo or len(asked))] if users == 1 else asked
+            before = accepted(engine)
+            answers, seconds = answer(engine, some, users, arguments.new_tokens)
+            rates[users].append(len(some) * arguments.new_tokens / seconds)
+            if users == 1 and not turns:
+                more = asked[len(some) : arguments.solo]
+                answers += answer(engine, more, 1, arguments.new_tokens)[0]
+            for i, (earlier, now) in enumerate(zip(before, accepted(engine), strict=True)):
+                drafts[users][i] += now - earlier
+            kept = level.setdefault("answers", answers)
+            again = sum(a != b for a, b in zip(kept, answers, strict=False))
+            level["differ_again"] = level.get("differ_again", 0) + again
+        if arguments.turn:
+            own = arguments.turn.split("/")[0]
+            (arguments.out.parent / f"done-{own}-{turns}").touch()
+    for users, level in levels.items():
+        proposed, good = drafts[users]
+        level["tokens_per_s"] = round(statistics.median(rates[users]), 1)
+        level["all_tokens_per_s"] = [round(rate, 1) for rate in rates[users]]
+        level["acceptance"] = good / proposed if proposed else None
         print(
-            f"{arguments.out.stem} users {users}: {levels[-1]['tokens_per_s']} tok/s, acceptance "
-            f"{levels[-1]['acceptance']}, engine started in {started:.0f} s",
+            f"{arguments.out.stem} users {users}: {level['all_tokens_per_s']} tok/s, acceptance "
+            f"{level['acceptance']}, {level['differ_again']} differ when asked again, engine "
+            f"started in {started:.0f} s",
             flush=True,
         )
     from benchmarks.timing import head
@@ -193,9 +217,9 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "replica": arguments.replica,
         "started_s": round(started, 1),
         "prompts": [len(asked), max(map(len, asked)), arguments.new_tokens],
-        "prompt_tokens_per_s": round(sum(map(len, asked)) / prompt_seconds, 1),
+        "prompt_tokens_per_s": round(sum(map(len, asked)) / statistics.median(prompt_seconds), 1),
         **head(),
-        "levels": levels,
+        "levels": list(levels.values()),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     partial = arguments.out.with_suffix(".partial")
@@ -245,6 +269,7 @@ def collect(arguments: argparse.Namespace) -> None:
                 row["mismatches"] = found.mismatches
                 row["logprob_mismatches"] = found.logprob_mismatches
             row |= {name: level[name] for name in ("acceptance", "tokens_per_s")}
+            row |= {name: level.get(name) for name in ("all_tokens_per_s", "differ_again")}
             row["prompt_tokens_per_s"] = cell["prompt_tokens_per_s"]
             row["started_s"] = cell.get("started_s")
             row["distinct_tokens"] = len({t for tokens, _ in level["answers"] for t in tokens})
@@ -278,6 +303,7 @@ def main() -> None:
     cell.add_argument("--lengths", help="of the prompts, instead of --prompts and --longest")
     cell.add_argument("--solo", type=int, help="prompts of one user, the first ones; default all")
     cell.add_argument("--turn", help="N/M: start beside M - 1 others, answer as number N")
+    cell.add_argument("--rounds", type=int, default=1, help="how often it answers")
     cell.add_argument(
         "--replica", type=int, default=0, help="number of a server with its own caches"
     )
