@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_quantise, tiles
-from vllm_b70.ops.int4_words import Int4Words, unpack_words
+from vllm_b70.ops.int4_words import unpack_words
 from vllm_b70.ops.tiles import Tile
 from vllm_b70.reference import linear as reference
 
@@ -17,17 +17,6 @@ TILES = [
     Tile("walk", 256, 32, 8, 3),
     Tile("walk", 128, 8, 4, 3, unroll=2),
     Tile("walk", 128, 64, 8, 3),
-]
-#: A program for each tile, and programs that take several; some end in the middle of a row of them.
-STREAMS = [
-    Tile("stream", 128, 16, 4, 4, overlap=True, registers=128),
-    Tile("stream", 128, 16, 4, 4, persistent=True, each=4, overlap=True, registers=128),
-    Tile("stream", 64, 16, 4, 5, persistent=True, each=1),
-    Tile("stream", 128, 16, 4, 3, persistent=True, each=3, overlap=True),
-    Tile("stream", 256, 16, 8, 4, persistent=True, each=2, overlap=True, registers=128),
-    Tile("stream", 64, 8, 4, 4, persistent=True, each=5, overlap=True),
-    Tile("stream", 128, 32, 4, 3, persistent=True, each=3, overlap=True, registers=168),
-    Tile("stream", 128, 64, 8, 3, persistent=True, each=1, overlap=True),
 ]
 
 
@@ -43,9 +32,9 @@ def head(columns, depth, dtype, group=128):
     return int4_quantise.quantise_words(weight, None, group)
 
 
-def logits(x, packed, parts=0):
+def logits(x, packed):
     done = torch.zeros(int4_gemm.counters(packed.columns), dtype=torch.int32, device="cuda")
-    return int4_gemm.apply(x, packed, None, done, parts).float()
+    return int4_gemm.apply(x, packed, None, done, 0).float()
 
 
 def best(x, packed):
@@ -76,85 +65,6 @@ def test_every_tile_with_every_group(tile, group):
     for ptx in (True, False):
         int4_argmax.launch(x, packed, value, index, int4_argmax.parts_of(packed), tile, ptx)
         assert torch.equal(index, want.argmax(-1)) and torch.equal(value, want.amax(-1))
-
-
-def launched(x, packed, tile, ptx=True):
-    """One launch of one part; what it fills is filled with what is not to be found."""
-    value = torch.full((len(x),), float("nan"), device="cuda")
-    index = torch.full((len(x),), -1, dtype=torch.int64, device="cuda")
-    int4_argmax.launch(x, packed, value, index, 1, tile, ptx)
-    return value, index
-
-
-@pytest.mark.parametrize(
-    ("tile", "group", "dtype", "ptx"),
-    [(tile, 128, torch.bfloat16, True) for tile in STREAMS]
-    + [
-        (tile, *others)
-        for tile in (STREAMS[1], STREAMS[4])
-        for others in [
-            (128, torch.float16, True), (64, torch.float16, True), (32, torch.bfloat16, False),
-        ]
-    ],
-    ids=str,
-)  # fmt: skip
-def test_streams(tile, group, dtype, ptx):
-    """More tiles than programs, no multiple of either, ties within a program and between two; and
-    fewer tiles than programs."""
-    for columns, depth in ((70000, 512), (5000, 1024), (70, 256)):
-        packed, x = head(columns, depth, dtype, group), tensor(130, depth, dtype, 1)
-        rows = logits(x, packed, parts=1)
-        want = rows.argmax(-1)
-        for count in (1, 7, 16, 17, 64, 130):
-            value, index = launched(x[:count].contiguous(), packed, tile, ptx)
-            assert torch.equal(index, want[:count]), f"{columns} columns, {count} rows"
-            assert torch.equal(value, rows.amax(-1)[:count])
-
-
-@pytest.mark.parametrize("tile", STREAMS, ids=str)
-def test_streams_in_a_graph_start_under_what_makes_their_rows(tile):
-    """Streams one after another, each after a kernel that writes its rows: what one of them reads
-    too early, or finds in the workspace, is another's."""
-    packed = head(65536, 1024, torch.bfloat16)
-    sources = [tensor(count, 1024, torch.bfloat16, count) for count in (1, 16, 3, 40)]
-    rows = [torch.zeros_like(source) for source in sources]
-
-    def steps():
-        found = []
-        for source, x in zip(sources, rows, strict=True):
-            torch.mul(source, 2, out=x)
-            found.append(launched(x, packed, tile))
-            torch.neg(source, out=x)
-            found.append(launched(x, packed, tile))
-        return found
-
-    steps()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = steps()
-    for seed in range(5):
-        for source in sources:
-            source.copy_(tensor(*source.shape, torch.bfloat16, 10 * seed + len(source)))
-        graph.replay()
-        wanted = [logits(x, packed, 1) for s in sources for x in (2 * s, -s)]
-        for (value, index), want in zip(found, wanted, strict=True):
-            assert torch.equal(index, want.argmax(-1)) and torch.equal(value, want.amax(-1))
-
-
-def test_a_stream_of_nan_infinity_and_padding():
-    packed, x = head(70000, 512, torch.float16), tensor(5, 512, torch.float16, 1)
-    packed.scale[:, 70000:] = float("inf")
-    packed.scale[0, 100:60000] = float("nan")
-    want = reference.best(logits(x, packed, 1))
-    packed_nan = Int4Words(
-        packed.words, torch.full_like(packed.scale, float("nan")), None, 512, 70000, 128
-    )
-    for tile in STREAMS:
-        value, index = launched(x, packed, tile)
-        assert torch.equal(index, want[1]) and torch.equal(value, want[0])
-        value, index = launched(x, packed_nan, tile)
-        assert (value == float("-inf")).all() and (index == 0).all()
 
 
 def test_nan_infinity_and_padding():

@@ -63,14 +63,6 @@ TILES = [
     Tile("walk", 64, 16, 4, 2, left=True, step=64),
 ]
 
-#: Argmax as a stream: a program for each tile; four programs that take several tiles in turn, of
-#: which some have one more than others; fewer tiles than programs.
-STREAMS = [
-    Tile("stream", 64, 16, 4, 3),
-    Tile("stream", 16, 16, 4, 3, persistent=True),
-    Tile("stream", 128, 8, 4, 2, persistent=True, each=3, overlap=True, registers=128),
-]
-
 
 @pytest.mark.parametrize(
     "tile",
@@ -135,8 +127,8 @@ def run_argmax(x, weight, tile, parts=1):
 
 @pytest.mark.parametrize(
     "tile",
-    [*TILES[:4], Tile("walk", 64, 16, 4, 2, unroll=2), TILES[5], *STREAMS],
-    ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
+    [*TILES[:4], Tile("walk", 64, 16, 4, 2, unroll=2), TILES[5]],
+    ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
 )
 @pytest.mark.parametrize(
     ("depth", "columns", "group_size", "parts", "dtype"),
@@ -145,7 +137,6 @@ def run_argmax(x, weight, tile, parts=1):
         (384, 200, 128, 2, torch.bfloat16),
         (256, 130, 32, 1, torch.bfloat16),
         (512, 70, 256, 3, torch.float16),
-        (192, 130, 64, 1, torch.float16),
     ],
 )
 def test_argmax_is_that_of_the_reference(depth, columns, group_size, parts, dtype, tile):
@@ -168,11 +159,7 @@ def tied(columns=200, depth=128):
     return packed, (q[:, 15] - 8).to(torch.float16)[None]
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [TILES[0], TILES[3], TILES[5], *STREAMS],
-    ids=lambda t: f"{t.kernel}{t.bn}x{t.bm}",
-)
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3], TILES[5]], ids=lambda t: f"{t.bn}x{t.bm}")
 def test_argmax_ties_nan_and_infinity(tile):
     """Equal columns tie across every border of tiles; the lowest wins, and NaN never does."""
     packed, best = tied()
@@ -196,40 +183,25 @@ def test_argmax_never_names_padding():
     q = torch.zeros(128, 70, dtype=torch.uint8)
     scale = torch.full((1, 70), 6e4)
     packed = pack_words(lambda a, b: q[a:b], 128, 70, scale, None, 128, torch.float16)
-    for tile in (TILES[0], TILES[3], TILES[5], *STREAMS):
+    for tile in (TILES[0], TILES[3], TILES[5]):
         value, index = run_argmax(x, packed, tile)
         assert (value == float("-inf")).all() and index.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("tile", [TILES[0], STREAMS[0], STREAMS[1]], ids=lambda t: f"{t.kernel}")
-def test_argmax_in_pieces_and_shards(tile, monkeypatch):
+def test_argmax_in_pieces_and_shards(monkeypatch):
     """Many rows go in pieces that keep to the workspace; shards combine by value and column."""
     weight = Weight(128, 192, 128, True, torch.float16)
     x = rows(40, 128, torch.float16)
-    value, index = run_argmax(x, weight.packed, tile)
+    value, index = run_argmax(x, weight.packed, TILES[0])
     w = weight.packed
     shards = [
         Int4Words(w.words[:, a : a + 64].contiguous(), w.scale[:, a : a + 64].contiguous(), None,
                   128, 64, 128)
         for a in (0, 64, 128)
     ]  # fmt: skip
-    values, indices = zip(*(run_argmax(x, shard, tile) for shard in shards), strict=True)
+    values, indices = zip(*(run_argmax(x, shard, TILES[0]) for shard in shards), strict=True)
     best = torch.stack(values).argmax(0)
     columns = torch.stack([i + 64 * n for n, i in enumerate(indices)])
     assert torch.equal(columns.gather(0, best[None])[0], index)
     monkeypatch.setattr(split, "WORKSPACE", 16 * 3 * 8)
-    assert torch.equal(run_argmax(x, w, tile)[1], index)
-
-
-def test_a_streams_rows_depend_on_no_program_and_no_tile():
-    """Any number of programs, and row tiles that share them."""
-    weight = Weight(256, 330, 128, True, torch.bfloat16)
-    x = rows(40, 256, torch.bfloat16)
-    want = run_argmax(x, weight.packed, TILES[0])
-    for tile in STREAMS:
-        for count in (1, 16, 17, 40):
-            value, index = run_argmax(x[:count], weight.packed, tile)
-            assert torch.equal(value, want[0][:count]) and torch.equal(index, want[1][:count])
-    for each in (1, 2, 5, 100):
-        tile = Tile("stream", 16, 16, 4, 3, persistent=True, each=each)
-        assert torch.equal(run_argmax(x, weight.packed, tile)[1], want[1])
+    assert torch.equal(run_argmax(x, w, TILES[0])[1], index)

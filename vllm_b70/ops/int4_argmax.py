@@ -50,37 +50,6 @@ def _launcher(
     )
 
 
-@functools.cache
-def _streams(
-    stream: Any,
-    best_of: Any,
-    tile: tiles.Tile,
-    group: int,
-    dtype: torch.dtype,
-    even_n: bool,
-    ptx: bool,
-    device: torch.device,
-) -> tuple[Launcher, Launcher]:
-    """The kernels of ``kernels.int4_stream``, with their constants."""
-    overlap = tiles.overlap_options(device, tile.overlap)
-    limit = {"maxnreg": tile.registers} if tile.registers and device.type == "cuda" else {}
-    constants = dict(
-        GROUP=group,
-        BN=tile.bn,
-        BM=tile.bm,
-        FP16=dtype == torch.float16,
-        EVEN_N=even_n,
-        PTX=ptx,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
-    return (
-        Launcher(stream, constants | limit | overlap),
-        Launcher(best_of, dict(BLOCK=1024, num_warps=4) | overlap),
-    )
-
-
 def launch(
     x: torch.Tensor,
     weight: Int4Words,
@@ -98,84 +67,28 @@ def launch(
         value: [M] fp32, filled.
         index: [M] int64, filled.
         parts: The K partition.
-        tile: The launch. Where ``stream`` cannot serve, a walk of this tile does.
+        tile: The launch; its kernel's name does not matter.
         ptx: Use the packed PTX instructions instead of plain Triton; the same values.
     """
-    # A stream has one part, the weight as the left operand, and scales that are loaded in pairs.
-    streams = parts == 1 and not tile.left and weight.scale.data_ptr() % 4 == 0
-    step = _stream if tile.kernel == "stream" and streams else _walk
-    column_tiles = -(-weight.columns // tile.bn)
-    piece = split.rows_at_once(tile.bm, column_tiles)
-    for first in range(0, x.shape[0], piece):
-        step(x[first : first + piece], weight, value[first:], index[first:], parts, tile, ptx)
-
-
-def _walk(
-    x: torch.Tensor,
-    weight: Int4Words,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    parts: int,
-    tile: tiles.Tile,
-    ptx: bool,
-) -> None:
-    """``launch`` of rows that fit the workspace, a program for each tile."""
     from vllm_b70.kernels import int4_linear as kernels
     from vllm_b70.kernels.linear import best_of
 
     groups, padded, _ = weight.words.shape
-    rows, depth = x.shape
     column_tiles = -(-weight.columns // tile.bn)
-    best = torch.empty((column_tiles, rows), dtype=torch.int64, device=x.device)
-    launcher = _launcher(
-        kernels.argmax, tile, parts, weight.group, x.dtype, padded % tile.bn == 0, ptx,
-        tile.left and blocks.fits(x), x.device,
-    )  # fmt: skip
-    launcher(
-        (-(-rows // tile.bm), column_tiles), (x, weight.words, weight.scale, best),
-        rows, weight.columns, padded, depth, groups,
-    )  # fmt: skip
-    gemm.best_of(best_of)((rows,), (best, value, index), rows, column_tiles)
-
-
-def programs(column_tiles: int, row_tiles: int, each: int, processors: int) -> int:
-    """Programs of a row tile of a persistent ``stream``, so that all row tiles' run at once.
-
-    Args:
-        column_tiles, row_tiles: Tiles of the output.
-        each: Programs that a multiprocessor holds.
-        processors: Of the device.
-    """
-    return max(1, min(column_tiles, each * processors // row_tiles))
-
-
-def _stream(
-    x: torch.Tensor,
-    weight: Int4Words,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    parts: int,
-    tile: tiles.Tile,
-    ptx: bool,
-) -> None:
-    """As ``_walk``, of one part: a program's tiles in one loop."""
-    from vllm_b70.kernels import int4_stream as kernels
-
-    groups, padded, _ = weight.words.shape
-    rows, depth = x.shape
-    row_tiles, count = -(-rows // tile.bm), -(-weight.columns // tile.bn)
-    if tile.persistent:
-        count = programs(count, row_tiles, tile.each, tiles.processors(x.device))
-    best = torch.empty((count, rows), dtype=torch.int64, device=x.device)
-    launcher, ranks = _streams(
-        kernels.stream, kernels.best_of, tile, weight.group, x.dtype, padded % tile.bn == 0, ptx,
-        x.device,
-    )  # fmt: skip
-    launcher(
-        (row_tiles, count), (x, weight.words, weight.scale, best),
-        rows, weight.columns, padded, depth, groups,
-    )  # fmt: skip
-    ranks((rows,), (best, value, index), rows, count)
+    piece = split.rows_at_once(tile.bm, column_tiles)
+    for first in range(0, x.shape[0], piece):
+        rows = x[first : first + piece]
+        count, depth = rows.shape
+        best = torch.empty((column_tiles, count), dtype=torch.int64, device=x.device)
+        launcher = _launcher(
+            kernels.argmax, tile, parts, weight.group, x.dtype, padded % tile.bn == 0, ptx,
+            tile.left and blocks.fits(rows), x.device,
+        )  # fmt: skip
+        launcher(
+            (-(-count // tile.bm), column_tiles), (rows, weight.words, weight.scale, best),
+            count, weight.columns, padded, depth, groups,
+        )  # fmt: skip
+        gemm.best_of(best_of)((count,), (best, value[first:], index[first:]), count, column_tiles)
 
 
 def parts_of(weight: Int4Words) -> int:
