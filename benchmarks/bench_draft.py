@@ -34,18 +34,26 @@ SHAPES = [(248320, 4096), (65536, 4096)]
 MORE = [(248320, 5120), (65536, 5120)]
 ROWS = [1, 4, 8, 16, 32, 64]
 GROUP = 128
-#: Rows of a tile's bound, and what is tried there: (bn, bm, warps, stages, unroll).
+#: What tiles are timed in: the model's.
+DTYPE = torch.bfloat16
+#: Rows of a tile's bound, and what is tried there: (bn, bm, warps, stages, ahead).
 CANDIDATES: dict[int, list[tuple[int, int, int, int, int]]] = {
-    8: [(64, 8, 4, 2, 1), (64, 8, 4, 3, 1), (64, 8, 4, 4, 1), (64, 8, 4, 6, 1), (64, 8, 4, 3, 2),
-        (128, 8, 4, 3, 1), (128, 8, 4, 4, 1), (128, 8, 4, 3, 2), (128, 8, 8, 3, 1),
-        (128, 8, 8, 3, 2), (64, 16, 4, 3, 1), (64, 16, 4, 3, 2), (256, 8, 8, 3, 1)],
-    16: [(64, 16, 4, 2, 1), (64, 16, 4, 3, 1), (64, 16, 4, 4, 1), (64, 16, 4, 3, 2),
-         (128, 16, 4, 3, 1), (128, 16, 4, 4, 1), (128, 16, 4, 3, 2), (128, 16, 8, 3, 1),
-         (256, 16, 8, 3, 1), (256, 16, 8, 3, 2)],
-    32: [(64, 32, 4, 3, 1), (64, 32, 4, 4, 1), (128, 32, 8, 3, 1), (128, 32, 8, 4, 1),
-         (128, 32, 4, 3, 1), (128, 32, 4, 3, 2), (256, 32, 8, 3, 1), (256, 32, 8, 3, 2)],
-    64: [(64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 64, 8, 2, 1), (128, 64, 8, 3, 1),
-         (128, 64, 4, 3, 1), (256, 64, 8, 2, 1), (256, 64, 8, 3, 1), (128, 32, 4, 3, 1)],
+    bound: [
+        (128, 16, 4, 3, 0), (128, 16, 4, 4, 0), (128, 16, 4, 4, 512), (128, 16, 4, 5, 0),
+        (64, 16, 4, 4, 0), (64, 16, 4, 6, 512), (256, 16, 8, 3, 0), (256, 16, 8, 4, 0),
+        (256, 16, 8, 4, 512), (256, 16, 4, 4, 0), (256, 16, 4, 5, 512), (128, 16, 8, 5, 0),
+    ] for bound in (8, 16)
+} | {
+    32: [
+        (128, 32, 4, 3, 0), (128, 32, 4, 4, 0), (128, 32, 4, 3, 512), (128, 32, 8, 4, 0),
+        (256, 32, 8, 3, 0), (256, 32, 8, 4, 0), (256, 32, 8, 4, 512), (64, 32, 4, 4, 0),
+        (256, 32, 16, 4, 0), (128, 16, 4, 4, 0), (256, 16, 8, 4, 0),
+    ],
+    64: [
+        (64, 64, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0),
+        (256, 64, 8, 4, 0), (256, 64, 8, 4, 512), (128, 64, 4, 3, 0), (256, 32, 8, 4, 0),
+        (128, 32, 4, 4, 0),
+    ],
 }  # fmt: skip
 #: Linears of the 9B's MTP layer, columns by depth.
 LAYER = [(4096, 8192), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
@@ -53,7 +61,7 @@ LAYER = [(4096, 8192), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 
 def tile_of(candidate: tuple[int, int, int, int, int]) -> Tile:
     """The launch that a candidate stands for."""
-    return Tile("walk", *candidate[:4], unroll=candidate[4])
+    return Tile("walk", *candidate[:4], ahead=candidate[4])
 
 
 def run(x: torch.Tensor, w: Int4Words, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +79,10 @@ def best(x: torch.Tensor, w: Int4Words) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _compile(tiles: list[Tile]) -> list[str]:
     """In a process of its own: fill Triton's cache; N and K do not matter to it."""
-    w, failed = weight(65536, 4096, torch.float16, 0), []
+    w, failed = weight(65536, 4096, DTYPE, 0), []
     for tile in tiles:
         try:
-            run(torch.zeros(1, 4096, device="cuda", dtype=torch.float16), w, tile)
+            run(torch.zeros(1, 4096, device="cuda", dtype=DTYPE), w, tile)
             torch.cuda.synchronize()
         except Exception as error:
             failed.append(f"{tile}: {str(error)[:200]}")
@@ -91,15 +99,23 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
                 print("cannot launch", line, flush=True)
     table: dict[str, Any] = {}
     for n, k in shapes:
-        weights = [weight(n, k, torch.float16, i) for i in range(copies(n * k // 2))]
-        full = torch.randn(max(ROWS), k, device="cuda", dtype=torch.float16)
+        weights = [weight(n, k, DTYPE, i) for i in range(copies(n * k // 2))]
+        full = torch.randn(max(ROWS), k, device="cuda", dtype=DTYPE)
+        # All tiles must give the bits of this one, which are near those of a row of logits.
+        want = run(full, weights[0], tile_of(CANDIDATES[64][0]))
         done = torch.zeros(int4_gemm.counters(n), dtype=torch.int32, device="cuda")
-        want = int4_gemm.apply(full, weights[0], None, done, 0).float().argmax(-1)
+        logits = int4_gemm.apply(full, weights[0], None, done, 0).float()
+        chosen_logit = logits.gather(1, want[1][:, None])[:, 0]
+        spacing = torch.finfo(DTYPE).eps * logits.amax(1).abs()
+        if not (chosen_logit >= logits.amax(1) - 2 * spacing).all():
+            print(f"WRONG {n}x{k}: a draft's logit is far from the best", flush=True)
+            continue
 
         def measure(rows: int, tile: Tile) -> float:
             x = full[:rows].contiguous()
             try:
-                differing = int((run(x, weights[0], tile)[1] != want[:rows]).sum())
+                value, index = run(x, weights[0], tile)
+                differing = int(((value != want[0][:rows]) | (index != want[1][:rows])).sum())
                 if differing:
                     print(f"DIFFERING {differing} {n}x{k} rows {rows} {tile}", flush=True)
                     return float("inf")

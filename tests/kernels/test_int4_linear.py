@@ -7,6 +7,7 @@ from vllm_b70.ops import int4_argmax, split
 from vllm_b70.ops.int4_gemm import counters, launch
 from vllm_b70.ops.int4_words import Int4Words, pack_words
 from vllm_b70.ops.tiles import Tile
+from vllm_b70.reference import int4_draft
 from vllm_b70.reference.int4_linear import int4_argmax as reference_argmax
 from vllm_b70.reference.int4_linear import int4_linear as reference
 
@@ -127,7 +128,7 @@ def run_argmax(x, weight, tile, parts=1):
 
 @pytest.mark.parametrize(
     "tile",
-    [*TILES[:4], Tile("walk", 64, 16, 4, 2, unroll=2), TILES[5]],
+    [TILES[0], *TILES[2:4], Tile("walk", 64, 16, 4, 2, unroll=2, ahead=256), TILES[5]],
     ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
 )
 @pytest.mark.parametrize(
@@ -144,9 +145,93 @@ def test_argmax_is_that_of_the_reference(depth, columns, group_size, parts, dtyp
     x = rows(9, depth, dtype)
     scale = weight.scale.repeat_interleave(group_size // weight.packed.group, 0)
     q = weight.q.to(torch.uint8)
-    want = reference_argmax(x, q, scale, None, None, weight.packed.group, parts)
+    group = weight.packed.group
+    if tile.left:
+        want = reference_argmax(x, q, scale, None, None, group, parts)
+    else:
+        want = int4_draft.int4_argmax(x, q, scale, group, parts)
     value, index = run_argmax(x, weight.packed, tile, parts)
     assert torch.equal(value, want[0]) and torch.equal(index, want[1])
+
+
+def prepared(x, group):
+    """What the kernel makes of x for the argmax, in the reference's form."""
+    from vllm_b70.kernels import int4_draft as kernels
+
+    (count, depth), groups = x.shape, x.shape[1] // group
+    h, o, unit = torch.empty(count, depth).half(), torch.empty(groups, 64), torch.empty(count)
+    padded = 1 << (groups - 1).bit_length()
+    kernels.prepare[(count,)](x, h, o, unit, count, 64, depth, groups, GROUP=group, GROUPS=padded)
+    return h, o[:, :count].t(), unit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("depth", "group"), [(384, 128), (64, 64), (160, 32)])
+def test_a_draft_s_rows_are_prepared_as_the_reference_s(depth, group, dtype):
+    """From the least values of a dtype to the largest; zeros, infinity and NaN."""
+    # The interpreter takes a bfloat16 below the normal ones for zero.
+    least, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    least = least / 4 if dtype == torch.float16 else least
+    x = rows(9, depth, dtype)
+    x[1] *= 1e-3
+    x[2] = x[2].sign() * largest
+    x[3] = x[3].sign() * least
+    x[4, ::2] = least
+    x[5] = 0
+    x[6, 7], x[7, 9], x[8, 0] = float("inf"), float("nan"), largest
+    want = int4_draft.prepare(x, group)
+    for got, wanted in zip(prepared(x, group), want, strict=True):
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+    h, offset, unit = want
+    assert offset[6:8].isnan().all() and not offset[[*range(6), 8]].isnan().any()
+    exact = [0, 1, 2, 3, 5]
+    assert torch.equal(h.double()[exact] * unit.double()[exact, None], x.double()[exact])
+    assert (h[[0, 1, 2, 8]].abs().amax(1) >= 2**14).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_draft_s_logits_are_as_good_as_the_model_s(dtype):
+    """Against float64: no further from the exact logits than a rounding and a little."""
+    weight, x = Weight(1024, 64, 128, True, dtype), rows(9, 1024, dtype)
+    x[0, 5] = 300  # far larger than the others, as some values of hidden states are
+    scale = weight.scale.double().repeat_interleave(128, 0)
+    exact = x.double() @ ((weight.q.double() - 8) * scale)
+    got = int4_draft.int4_draft(x, weight.q.to(torch.uint8), weight.scale, 128)
+    spacing = torch.finfo(dtype).eps * exact.abs()
+    most = x.double().abs().amax(1, keepdim=True) * scale.max()
+    assert ((got.double() - exact).abs() <= 0.51 * spacing + 2e-3 * most).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_draft_depends_on_its_own_row_alone(dtype):
+    """Whatever rows are beside it, however many, in whatever launch."""
+    weight, x = Weight(256, 200, 128, True, dtype), rows(40, 256, dtype)
+    x[3] *= 2.0**-14
+    x[7, 1] = float("inf")
+    value, index = run_argmax(x, weight.packed, TILES[0], 2)
+    assert (value[7], index[7]) == (float("-inf"), 0) and value.isfinite().sum() == 39
+    for tile in (TILES[0], TILES[3]):
+        for first, last in ((0, 1), (3, 4), (7, 8), (2, 9), (5, 40)):
+            got = run_argmax(x[first:last].contiguous(), weight.packed, tile, 2)
+            assert torch.equal(got[0], value[first:last])
+            assert torch.equal(got[1], index[first:last])
+
+
+def test_a_draft_s_tile_has_16_rows():
+    weight, x = Weight(256, 70, 128, True, torch.float16), rows(3, 256, torch.float16)
+    with pytest.raises(ValueError, match="16 to 64 rows, not 8"):
+        run_argmax(x, weight.packed, TILES[1])
+
+
+def test_scales_off_a_border_of_pairs_are_copied():
+    weight, x = Weight(256, 70, 128, True, torch.float16), rows(3, 256, torch.float16)
+    w = weight.packed
+    moved = torch.empty(w.scale.numel() + 1).half()[1:].view(w.scale.shape).copy_(w.scale)
+    assert moved.data_ptr() % 4
+    other = Int4Words(w.words, moved, None, w.depth, w.columns, w.group)
+    for got, want in zip(run_argmax(x, other, TILES[0]), run_argmax(x, w, TILES[0]), strict=True):
+        assert torch.equal(got, want)
 
 
 def tied(columns=200, depth=128):
