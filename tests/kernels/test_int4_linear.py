@@ -161,7 +161,9 @@ def prepared(x, group):
     (count, depth), groups = x.shape, x.shape[1] // group
     h, o, unit = torch.empty(count, depth).half(), torch.empty(groups, 64), torch.empty(count)
     padded = 1 << (groups - 1).bit_length()
-    kernels.prepare[(count,)](x, h, o, unit, count, 64, depth, groups, GROUP=group, GROUPS=padded)
+    kernels.prepare[(count,)](
+        x, h, o, unit, count, 64, depth, groups, GROUP=group, GROUPS=padded, PDL=False
+    )
     return h, o[:, :count].t(), unit
 
 

@@ -34,7 +34,7 @@ from vllm_b70.kernels.overlap import let_next_start, wait
 @triton.jit(do_not_specialize=["M", "MP", "groups"])
 def prepare(
     x, half, offset, unit, M, MP, K, groups,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What the argmax reads of x. Grid (M,).
 
@@ -44,7 +44,10 @@ def prepare(
         offset: [groups, MP] fp32, whose first M columns are filled with o.
         unit: [M] fp32, filled with 2**-e.
         GROUPS: A power of two that is at least ``groups``.
+        PDL: The argmax may start at once, to fetch words. This one itself has started late.
     """
+    if PDL:
+        let_next_start()
     row = tl.program_id(0)
     group = tl.arange(0, GROUPS)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -86,7 +86,9 @@ def _draft(
     return (
         Launcher(
             kernels.prepare,
-            dict(GROUP=group, GROUPS=padded, num_warps=8, enable_fp_fusion=False),
+            dict(
+                GROUP=group, GROUPS=padded, PDL=overlap["PDL"], num_warps=8, enable_fp_fusion=False
+            ),
         ),
         Launcher(kernels.argmax, constants),
         Launcher(kernels.best_of, dict(BLOCK=1024, num_warps=4) | overlap),
