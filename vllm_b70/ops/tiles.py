@@ -41,7 +41,8 @@ class Tile:
         overlap: It may start while the kernel before it ends, where the device can. That saves the
             time of a launch, and costs room while the kernel before it still runs.
         ahead: Values of k, a power of two from 64 on, whose weights a program asks for before it
-            waits for the kernel before it, where it may ``overlap``; 0 asks for none.
+            waits for the kernel before it, where it may ``overlap``, as the 4-bit argmax always
+            may; 0 asks for none.
         unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
