@@ -61,7 +61,7 @@ GRF_MODES = {0: "default", 128: "small", 256: "large"}
 CUDA_ONLY = {
     "int4_linear_hopper": "Gluon for sm_90: TMA, warp groups' matrix instructions, mbarriers",
     "hopper_schedule": "which program of that kernel does what",
-    "int4_stream": "a stream that keeps Triton's pipeliner and the registers of sm_90 in mind",
+    "int4_draft": "saves integer instructions of CUDA cores; the weight is the left operand",
     "linear_wide": "tensor descriptors on the host, and two dots in one loop",
 }
 

@@ -11,7 +11,6 @@ than the L2.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import sys
 import time
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gemm_command
 from benchmarks.bench_int4_linear import weight
 from benchmarks.timing import copies, copy_gb_per_s, graph_us
-from vllm_b70.ops import gemm, int4_argmax, int4_gemm, tiles
+from vllm_b70.ops import gemm, int4_argmax, int4_gemm
 from vllm_b70.ops.int4_quantise import quantise_words
 from vllm_b70.ops.int4_words import Int4Words
 from vllm_b70.ops.tiles import Tile
@@ -35,61 +34,34 @@ SHAPES = [(248320, 4096), (65536, 4096)]
 MORE = [(248320, 5120), (65536, 5120)]
 ROWS = [1, 4, 8, 16, 32, 64]
 GROUP = 128
-#: Rows of a tile's bound, and what is tried there: the launch that the table had before it knew
-#: streams, then streams. A stream of ``each`` 0 has a program for each tile.
-Candidate = tuple[int, int, int, int, int, int]  # bn, bm, warps, stages, each, registers
-WALKS: dict[int, tuple[int, int, int, int]] = {
-    8: (128, 16, 4, 4), 16: (128, 16, 4, 4), 32: (128, 32, 4, 3), 64: (128, 64, 8, 3),
-}  # fmt: skip
-_SIXTEEN: list[Candidate] = [
-    (128, 16, 4, 4, 4, 128), (128, 16, 4, 5, 4, 128), (128, 16, 4, 3, 4, 128),
-    (128, 16, 4, 4, 3, 0), (128, 16, 4, 5, 3, 0), (128, 16, 4, 6, 3, 0), (128, 16, 4, 4, 2, 0),
-    (128, 16, 4, 4, 0, 128), (128, 16, 4, 4, 0, 0),
-    (64, 16, 4, 4, 5, 0), (64, 16, 4, 6, 5, 0), (64, 16, 4, 4, 6, 80), (64, 16, 4, 5, 6, 80),
-    (64, 16, 4, 4, 0, 0),
-    (256, 16, 8, 4, 2, 128), (256, 16, 8, 5, 2, 128), (256, 16, 8, 4, 0, 128),
-    (128, 16, 8, 5, 3, 80), (128, 16, 8, 5, 2, 0), (256, 16, 16, 6, 1, 0),
-    (256, 16, 4, 4, 2, 0),
-]  # fmt: skip
-STREAMS: dict[int, list[Candidate]] = {
-    8: [*_SIXTEEN, (128, 8, 4, 4, 3, 0), (64, 8, 4, 5, 5, 0)],
-    16: _SIXTEEN,
+#: What tiles are timed in: the model's.
+DTYPE = torch.bfloat16
+#: Rows of a tile's bound, and what is tried there: (bn, bm, warps, stages, ahead).
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int]]] = {
+    bound: [
+        (128, 16, 4, 3, 0), (128, 16, 4, 4, 0), (128, 16, 4, 4, 512), (128, 16, 4, 5, 0),
+        (64, 16, 4, 4, 0), (64, 16, 4, 6, 512), (256, 16, 8, 3, 0), (256, 16, 8, 4, 0),
+        (256, 16, 8, 4, 512), (256, 16, 4, 4, 0), (256, 16, 4, 5, 512), (128, 16, 8, 5, 0),
+    ] for bound in (8, 16)
+} | {
     32: [
-        (128, 32, 4, 3, 3, 168), (128, 32, 4, 4, 3, 168), (128, 32, 4, 4, 2, 0),
-        (128, 32, 4, 5, 2, 0), (128, 32, 4, 4, 0, 168),
-        (64, 32, 4, 3, 4, 0), (64, 32, 4, 4, 4, 0), (64, 32, 4, 3, 5, 96), (64, 32, 4, 4, 0, 0),
-        (256, 32, 8, 3, 1, 0), (256, 32, 8, 5, 1, 0),
-        (128, 32, 8, 4, 2, 128), (128, 32, 8, 5, 2, 128), (128, 16, 4, 4, 4, 128),
-        (256, 32, 16, 4, 1, 128), (256, 32, 16, 6, 1, 128), (256, 32, 16, 5, 0, 128),
+        (128, 32, 4, 3, 0), (128, 32, 4, 4, 0), (128, 32, 4, 3, 512), (128, 32, 8, 4, 0),
+        (256, 32, 8, 3, 0), (256, 32, 8, 4, 0), (256, 32, 8, 4, 512), (64, 32, 4, 4, 0),
+        (256, 32, 16, 4, 0), (128, 16, 4, 4, 0), (256, 16, 8, 4, 0),
     ],
     64: [
-        (64, 64, 4, 2, 3, 168), (64, 64, 4, 3, 3, 168), (64, 64, 4, 3, 4, 128),
-        (64, 64, 4, 3, 0, 168), (128, 64, 4, 3, 2, 0), (128, 64, 4, 2, 2, 0),
-        (128, 64, 8, 3, 2, 128), (128, 64, 8, 3, 1, 0), (128, 64, 8, 2, 2, 128),
-        (256, 64, 8, 3, 1, 0), (128, 32, 4, 4, 3, 168), (64, 32, 4, 4, 4, 0),
-        (128, 64, 8, 4, 0, 128), (256, 64, 16, 3, 1, 128), (256, 64, 16, 4, 1, 128),
+        (64, 64, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0),
+        (256, 64, 8, 4, 0), (256, 64, 8, 4, 512), (128, 64, 4, 3, 0), (256, 32, 8, 4, 0),
+        (128, 32, 4, 4, 0),
     ],
 }  # fmt: skip
 #: Linears of the 9B's MTP layer, columns by depth.
 LAYER = [(4096, 8192), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 
 
-def candidates(bound: int) -> list[Tile]:
-    """The launches that are tried for up to ``bound`` rows."""
-    streams = [
-        Tile("stream", bn, bm, warps, stages, persistent=each > 0, overlap=True, each=each or 1,
-             registers=registers)
-        for bn, bm, warps, stages, each, registers in STREAMS[bound]
-    ]  # fmt: skip
-    # What starting under the kernel before is worth, and what it costs.
-    alone = tiles.replace(streams[0], overlap=False)
-    return [Tile("walk", *WALKS[bound]), alone, *streams]
-
-
-def entry(tile: Tile) -> dict[str, Any]:
-    """A tile as a table has it: without what is as by default."""
-    default = vars(Tile("", 0, 0, 0, 0))
-    return {name: value for name, value in vars(tile).items() if value != default[name]}
+def tile_of(candidate: tuple[int, int, int, int, int]) -> Tile:
+    """The launch that a candidate stands for."""
+    return Tile("walk", *candidate[:4], ahead=candidate[4])
 
 
 def run(x: torch.Tensor, w: Int4Words, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,12 +77,12 @@ def best(x: torch.Tensor, w: Int4Words) -> tuple[torch.Tensor, torch.Tensor]:
     return int4_argmax.int4_argmax(x, w.words, w.scale, w.columns, w.group)
 
 
-def _compile(launches: list[Tile]) -> list[str]:
+def _compile(tiles: list[Tile]) -> list[str]:
     """In a process of its own: fill Triton's cache; N and K do not matter to it."""
-    w, failed = weight(65536, 4096, torch.float16, 0), []
-    for tile in launches:
+    w, failed = weight(65536, 4096, DTYPE, 0), []
+    for tile in tiles:
         try:
-            run(torch.zeros(1, 4096, device="cuda", dtype=torch.float16), w, tile)
+            run(torch.zeros(1, 4096, device="cuda", dtype=DTYPE), w, tile)
             torch.cuda.synchronize()
         except Exception as error:
             failed.append(f"{tile}: {str(error)[:200]}")
@@ -119,28 +91,31 @@ def _compile(launches: list[Tile]) -> list[str]:
 
 def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
     """The table's entries for these shapes; stops at the time ``until``."""
-    # Launches that differ in their programs alone are one compilation.
-    every = {
-        tiles.replace(tile, persistent=False, each=1)
-        for bound in STREAMS
-        for tile in candidates(bound)
-    }
+    every = sorted({c for found in CANDIDATES.values() for c in found})
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        jobs = [sorted(every, key=str)[i::14] for i in range(14)]
+        jobs = [[tile_of(c) for c in every[i::14]] for i in range(14)]
         for failed in pool.imap_unordered(_compile, jobs):
             for line in failed:
                 print("cannot launch", line, flush=True)
     table: dict[str, Any] = {}
     for n, k in shapes:
-        weights = [weight(n, k, torch.float16, i) for i in range(copies(n * k // 2))]
-        full = torch.randn(max(ROWS), k, device="cuda", dtype=torch.float16)
+        weights = [weight(n, k, DTYPE, i) for i in range(copies(n * k // 2))]
+        full = torch.randn(max(ROWS), k, device="cuda", dtype=DTYPE)
+        # All tiles must give the bits of this one, which are near those of a row of logits.
+        want = run(full, weights[0], tile_of(CANDIDATES[64][0]))
         done = torch.zeros(int4_gemm.counters(n), dtype=torch.int32, device="cuda")
-        want = int4_gemm.apply(full, weights[0], None, done, 0).float().argmax(-1)
+        logits = int4_gemm.apply(full, weights[0], None, done, 0).float()
+        chosen_logit = logits.gather(1, want[1][:, None])[:, 0]
+        spacing = torch.finfo(DTYPE).eps * logits.amax(1).abs()
+        if not (chosen_logit >= logits.amax(1) - 2 * spacing).all():
+            print(f"WRONG {n}x{k}: a draft's logit is far from the best", flush=True)
+            continue
 
         def measure(rows: int, tile: Tile) -> float:
             x = full[:rows].contiguous()
             try:
-                differing = int((run(x, weights[0], tile)[1] != want[:rows]).sum())
+                value, index = run(x, weights[0], tile)
+                differing = int(((value != want[0][:rows]) | (index != want[1][:rows])).sum())
                 if differing:
                     print(f"DIFFERING {differing} {n}x{k} rows {rows} {tile}", flush=True)
                     return float("inf")
@@ -150,25 +125,19 @@ def tune(shapes: list[tuple[int, int]], until: float) -> dict[str, Any]:
                 return float("inf")
 
         chosen = []
-        for bound in STREAMS:
+        for bound, candidates in CANDIDATES.items():
             if time.time() > until:
                 print(f"not run for lack of time: {n}x{k} from {bound} rows on", flush=True)
                 break
             # The least tile serves single rows too.
             counts = [1, bound] if bound == 8 else [bound]
             timed = sorted(
-                ((sum(measure(r, t) for r in counts) / len(counts), t) for t in candidates(bound)),
-                key=lambda pair: pair[0],
+                (sum(measure(r, tile_of(c)) for r in counts) / len(counts), c) for c in candidates
             )
-            best_three = [(round(us, 1), *entry(t).values()) for us, t in timed[:3]]
-            print(f"{n}x{k} rows {bound}: {best_three}")
-            for us, tile in timed:
-                print(f"  {us:.1f} {entry(tile)}", flush=True)
-            chosen.append({"rows": bound} | entry(timed[0][1]))
-        if len(chosen) == len(STREAMS):
+            print(f"{n}x{k} rows {bound}: {[(round(us, 1), *c) for us, c in timed[:3]]}")
+            chosen.append({"rows": bound} | vars(tile_of(timed[0][1])))
+        if len(chosen) == len(CANDIDATES):
             table[f"{n}x{k}"] = {"tiles": chosen}
-            lines = ",\n".join(f"      {json.dumps(found)}" for found in chosen)
-            print(f'for the table:\n    "{n}x{k}": {{"tiles": [\n{lines}\n    ]}},', flush=True)
     return table
 
 

@@ -38,7 +38,7 @@ def _argmax(tile: dict[str, Any], dtype: str, **changed: bool) -> Case:
         ),
         constants=dict(
             PARTS=1, GROUP=128, STEP=step, BN=tile["bn"], BM=tile["bm"], FP16=dtype == "fp16",
-            PTX=False, LEFT=True, BLOCK=True, UNROLL=1,
+            BLOCK=True,
         ) | changed,
         tile=tile,
         dpas=dot_dpas(tile["bm"], tile["bn"], step, tile["warps"]),

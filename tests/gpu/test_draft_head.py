@@ -1,33 +1,24 @@
-"""The 4-bit draft head on a GPU: the argmax of its logits in every tile, and how it is made."""
+"""The 4-bit draft head on a GPU: one answer in every tile, near its logits'; how it is made."""
 
 import pytest
 import torch
 
 from vllm_b70.ops import int4_argmax, int4_gemm, int4_quantise, tiles
-from vllm_b70.ops.int4_words import Int4Words, unpack_words
+from vllm_b70.ops.int4_words import pack_words, unpack_words
 from vllm_b70.ops.tiles import Tile
-from vllm_b70.reference import linear as reference
+from vllm_b70.reference import int4_draft as draft
 
 SHAPES = [(248320, 4096), (65536, 4096), (124160, 5120), (1000, 512), (70, 256)]
 ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 300]
 TILES = [
-    Tile("walk", 64, 8, 4, 4),
-    Tile("walk", 64, 16, 4, 6),
+    Tile("walk", 128, 16, 4, 4),
+    Tile("walk", 64, 16, 4, 6, ahead=512),
     Tile("walk", 128, 16, 8, 4),
+    Tile("walk", 256, 16, 4, 4),
     Tile("walk", 256, 32, 8, 3),
-    Tile("walk", 128, 8, 4, 3, unroll=2),
-    Tile("walk", 128, 64, 8, 3),
-]
-#: A program for each tile, and programs that take several; some end in the middle of a row of them.
-STREAMS = [
-    Tile("stream", 128, 16, 4, 4, overlap=True, registers=128),
-    Tile("stream", 128, 16, 4, 4, persistent=True, each=4, overlap=True, registers=128),
-    Tile("stream", 64, 16, 4, 5, persistent=True, each=1),
-    Tile("stream", 128, 16, 4, 3, persistent=True, each=3, overlap=True),
-    Tile("stream", 256, 16, 8, 4, persistent=True, each=2, overlap=True, registers=128),
-    Tile("stream", 64, 8, 4, 4, persistent=True, each=5, overlap=True),
-    Tile("stream", 128, 32, 4, 3, persistent=True, each=3, overlap=True, registers=168),
-    Tile("stream", 128, 64, 8, 3, persistent=True, each=1, overlap=True),
+    Tile("walk", 128, 32, 4, 3, unroll=2),
+    Tile("walk", 64, 64, 4, 3),
+    Tile("walk", 256, 64, 8, 3),
 ]
 
 
@@ -43,118 +34,82 @@ def head(columns, depth, dtype, group=128):
     return int4_quantise.quantise_words(weight, None, group)
 
 
-def logits(x, packed, parts=0):
+def logits(x, packed):
     done = torch.zeros(int4_gemm.counters(packed.columns), dtype=torch.int32, device="cuda")
-    return int4_gemm.apply(x, packed, None, done, parts).float()
+    return int4_gemm.apply(x, packed, None, done, 0).float()
 
 
 def best(x, packed):
     return int4_argmax.int4_argmax(x, packed.words, packed.scale, packed.columns, packed.group)
 
 
+def check_near(x, packed, value, index):
+    """Each row's column has float64's best logit up to the roundings, and its value is that."""
+    columns, group = packed.columns, packed.group
+    q = unpack_words(packed).double() - 8
+    scale = packed.scale[:, :columns].double().repeat_interleave(group, 0)
+    exact = x.double() @ (q * scale)
+    chosen = exact.gather(1, index[:, None])[:, 0]
+    # Half a spacing of the dtype for each of two roundings, and what fp32 sums differ by.
+    most = torch.finfo(x.dtype).eps * exact.amax(1).abs() + 1e-4 * exact.abs().amax(1)
+    assert (chosen >= exact.amax(1) - most).all() and ((value - chosen).abs() <= most).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_argmax_of_the_logits(shape, dtype):
-    """torch's argmax over the logits of ``int4_gemm`` is the oracle: ties to the lowest."""
+def test_every_row_count_gives_one_answer_near_that_of_the_logits(shape, dtype):
+    """Of equal columns, of which each row has some, the lowest; its logit by ``int4_gemm``, whose
+    arithmetic is another one, is the best or next to it."""
     packed, x = head(*shape, dtype), tensor(300, shape[1], dtype, 1)
     rows = logits(x, packed)
-    want = rows.argmax(-1)
-    assert (want < shape[0] // 3).any()
+    value, index = best(x, packed)
+    third = shape[0] // 3
+    # The first third of the columns comes again at once: the lower of two that tie is taken.
+    assert not ((third <= index) & (index < 2 * third)).any() and (index < third).any()
+    chosen, spacing = rows.gather(1, index[:, None])[:, 0], torch.finfo(dtype).eps
+    assert (chosen >= rows.amax(1) - 2 * spacing * rows.amax(1).abs()).all()
+    assert ((value - chosen).abs() <= 2 * spacing * chosen.abs()).all()
+    assert (index == rows.argmax(-1)).float().mean() > 0.5, "most rows have no near tie"
     for count in ROWS:
-        value, index = best(x[:count].contiguous(), packed)
-        assert torch.equal(index, want[:count]), f"{count} rows"
-        assert torch.equal(value, rows.amax(-1)[:count])
+        got = best(x[:count].contiguous(), packed)
+        assert torch.equal(got[1], index[:count]) and torch.equal(got[0], value[:count]), count
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.bn}x{tile.bm}-{tile.unroll}")
-def test_every_tile_with_every_group(tile, group):
-    packed, x = head(5000, 1024, torch.bfloat16, group), tensor(65, 1024, torch.bfloat16, 1)
-    want = logits(x, packed)
-    value = torch.empty(65, device="cuda")
-    index = torch.empty(65, dtype=torch.int64, device="cuda")
-    for ptx in (True, False):
-        int4_argmax.launch(x, packed, value, index, int4_argmax.parts_of(packed), tile, ptx)
-        assert torch.equal(index, want.argmax(-1)) and torch.equal(value, want.amax(-1))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_tile_with_every_group(dtype, group):
+    """All tiles give the same bits, with packed instructions and without; float64 is the oracle."""
+    packed, x = head(5000, 1024, dtype, group), tensor(65, 1024, dtype, 1)
+    want = None
+    for tile in TILES:
+        for ptx in (True, False):
+            for first, last in ((0, 65), (64, 65), (3, 11)):
+                value = torch.full((last - first,), float("nan"), device="cuda")
+                index = torch.full((last - first,), -1, device="cuda")
+                some = x[first:last].contiguous()
+                parts = int4_argmax.parts_of(packed)
+                int4_argmax.launch(some, packed, value, index, parts, tile, ptx)
+                if want is None:
+                    want = value, index
+                    check_near(x, packed, value, index)
+                assert torch.equal(value, want[0][first:last]), tile
+                assert torch.equal(index, want[1][first:last]), tile
 
 
-def launched(x, packed, tile, ptx=True):
-    """One launch of one part; what it fills is filled with what is not to be found."""
-    value = torch.full((len(x),), float("nan"), device="cuda")
-    index = torch.full((len(x),), -1, dtype=torch.int64, device="cuda")
-    int4_argmax.launch(x, packed, value, index, 1, tile, ptx)
-    return value, index
-
-
-@pytest.mark.parametrize(
-    ("tile", "group", "dtype", "ptx"),
-    [(tile, 128, torch.bfloat16, True) for tile in STREAMS]
-    + [
-        (tile, *others)
-        for tile in (STREAMS[1], STREAMS[4])
-        for others in [
-            (128, torch.float16, True), (64, torch.float16, True), (32, torch.bfloat16, False),
-        ]
-    ],
-    ids=str,
-)  # fmt: skip
-def test_streams(tile, group, dtype, ptx):
-    """More tiles than programs, no multiple of either, ties within a program and between two; and
-    fewer tiles than programs."""
-    for columns, depth in ((70000, 512), (5000, 1024), (70, 256)):
-        packed, x = head(columns, depth, dtype, group), tensor(130, depth, dtype, 1)
-        rows = logits(x, packed, parts=1)
-        want = rows.argmax(-1)
-        for count in (1, 7, 16, 17, 64, 130):
-            value, index = launched(x[:count].contiguous(), packed, tile, ptx)
-            assert torch.equal(index, want[:count]), f"{columns} columns, {count} rows"
-            assert torch.equal(value, rows.amax(-1)[:count])
-
-
-@pytest.mark.parametrize("tile", STREAMS, ids=str)
-def test_streams_in_a_graph_start_under_what_makes_their_rows(tile):
-    """Streams one after another, each after a kernel that writes its rows: what one of them reads
-    too early, or finds in the workspace, is another's."""
-    packed = head(65536, 1024, torch.bfloat16)
-    sources = [tensor(count, 1024, torch.bfloat16, count) for count in (1, 16, 3, 40)]
-    rows = [torch.zeros_like(source) for source in sources]
-
-    def steps():
-        found = []
-        for source, x in zip(sources, rows, strict=True):
-            torch.mul(source, 2, out=x)
-            found.append(launched(x, packed, tile))
-            torch.neg(source, out=x)
-            found.append(launched(x, packed, tile))
-        return found
-
-    steps()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = steps()
-    for seed in range(5):
-        for source in sources:
-            source.copy_(tensor(*source.shape, torch.bfloat16, 10 * seed + len(source)))
-        graph.replay()
-        wanted = [logits(x, packed, 1) for s in sources for x in (2 * s, -s)]
-        for (value, index), want in zip(found, wanted, strict=True):
-            assert torch.equal(index, want.argmax(-1)) and torch.equal(value, want.amax(-1))
-
-
-def test_a_stream_of_nan_infinity_and_padding():
-    packed, x = head(70000, 512, torch.float16), tensor(5, 512, torch.float16, 1)
-    packed.scale[:, 70000:] = float("inf")
-    packed.scale[0, 100:60000] = float("nan")
-    want = reference.best(logits(x, packed, 1))
-    packed_nan = Int4Words(
-        packed.words, torch.full_like(packed.scale, float("nan")), None, 512, 70000, 128
-    )
-    for tile in STREAMS:
-        value, index = launched(x, packed, tile)
-        assert torch.equal(index, want[1]) and torch.equal(value, want[0])
-        value, index = launched(x, packed_nan, tile)
-        assert (value == float("-inf")).all() and (index == 0).all()
+def test_exact_sums_give_the_reference_s_answer():
+    """Small integers, of which every sum is exact in any order: ties and all."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (256, 300), generator=generator, dtype=torch.uint8)
+    q[:, 200:] = q[:, :100]
+    scale = torch.full((2, 300), 0.5)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randint(-4, 5, (70, 256), generator=generator).to(dtype)
+        want = draft.int4_argmax(x, q, scale, 128)
+        packed = pack_words(
+            lambda a, b: q[a:b].cuda(), 256, 300, scale.cuda(), None, 128, dtype
+        )  # fmt: skip
+        value, index = best(x.cuda(), packed)
+        assert torch.equal(value.cpu(), want[0]) and torch.equal(index.cpu(), want[1])
 
 
 def test_nan_infinity_and_padding():
@@ -164,10 +119,14 @@ def test_nan_infinity_and_padding():
     first = best(x, packed)[1]
     assert (first < 1000).all(), "columns that only fill the last tile"
     packed.scale[0, first] = packed.scale[0, 700] = float("nan")
-    want = reference.best(logits(x, packed))
     value, index = best(x, packed)
-    assert torch.equal(index, want[1]) and torch.equal(value, want[0])
-    assert (index != first).all(), "a NaN is minus infinity"
+    assert (index != first).all() and (index != 700).all(), "a NaN is minus infinity"
+    want = logits(x, packed).nan_to_num(float("-inf")).amax(1)
+    assert ((value - want).abs() <= 2e-3 * want.abs()).all()
+    x[2, 3] = float("inf")
+    value, index = best(x, packed)
+    assert (value[2], index[2]) == (float("-inf"), 0) and value[[0, 1, 3, 4]].isfinite().all()
+    x[2, 3] = 0
     packed.scale[:] = float("nan")
     value, index = best(x, packed)
     assert (value == float("-inf")).all() and (index == 0).all()
@@ -186,7 +145,7 @@ def test_in_a_graph():
         for seed in (1, 2, 1):
             static.copy_(tensor(count, 4096, torch.bfloat16, seed))
             graph.replay()
-            assert torch.equal(index, logits(static, packed).argmax(-1))
+            assert torch.equal(index, best(static, packed)[1])
 
 
 def test_made_of_the_head_in_bounded_memory_and_the_head_is_left_alone():
@@ -211,7 +170,7 @@ def test_every_table_entry_launches():
     family = tiles.family(torch.device("cuda"))
     for columns, depth in SHAPES[:3]:
         packed, x = head(columns, depth, torch.float16), tensor(64, depth, torch.float16, 1)
-        want = logits(x, packed).argmax(-1)
+        want = best(x, packed)[1]
         for bound, _ in tiles.plan(int4_argmax.OP, family, columns, depth, depth // 128).tiles:
             count = min(bound, 64)
             assert torch.equal(best(x[:count].contiguous(), packed)[1], want[:count])

@@ -306,7 +306,9 @@ def test_every_op_launches_what_triton_would(ops, fake, monkeypatch):
 
     x, words, scale = zeros(150, 512), zeros(4, 320, 16, dtype=int32), zeros(4, 320)
     packed = ops.int4_argmax.Int4Words(words, scale, None, 512, 300, 128)
-    ops.int4_argmax.launch(x, packed, *best, 2, tile("walk", 64, 16, 4, 3), True)
+    for left in (False, True):
+        shape = tile("walk", 64, 16, 4, 3, left=left)
+        ops.int4_argmax.launch(x, packed, *best, 2, shape, True)
     for shape in (
         tile("split", 64, 16, 4, 3),
         tile("walk", 64, 32, 4, 3),
@@ -345,7 +347,8 @@ def test_every_op_launches_what_triton_would(ops, fake, monkeypatch):
     )  # fmt: skip
     assert set(launched) == {
         "norm.rms_norm", "linear.split", "linear.walk", "linear_wide.walk", "linear.argmax",
-        "linear.best_of", "int4_linear.argmax", "int4_linear.split", "int4_linear.walk",
+        "linear.best_of", "int4_draft.prepare", "int4_draft.argmax", "int4_draft.best_of",
+        "int4_linear.argmax", "int4_linear.split", "int4_linear.walk",
         "int4_linear_hopper.walk", "attention.split", "attention.merge", "attention.walk",
         "causal_conv1d.prompts", "causal_conv1d.steps", "gated_delta_rule.advance",
         "state_columns.place",

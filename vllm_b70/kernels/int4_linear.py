@@ -6,8 +6,8 @@
 
 The parts of a weight are an argument and never follow the row count. The kernels compute the same
 bits: ``split`` lets one program compute one part and the last to finish add them in index order;
-``walk`` lets one program walk all parts; ``argmax`` is a walk that keeps the best column of a tile
-instead of storing its logits. Tiles, warps and stages are free.
+``walk`` lets one program walk all parts; ``argmax``, for XPU, is a walk that keeps the best column
+of a tile instead of storing its logits. Tiles, warps and stages are free.
 
 The weight goes from the packed words to the matrix unit through registers only. On CUDA it is
 the left operand, so that few rows cost a narrow tile. On XPU (LEFT) the rows are the left operand,
@@ -123,20 +123,27 @@ def _pairs(words, offset, FP16: tl.constexpr):
 
 
 @triton.jit
-def _weight(
-    words, offset, BN: tl.constexpr, GROUP: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr
-):
-    """[BN, GROUP / 8] words as [BN, GROUP] floats in ascending k; registers are only renamed."""
-    if PTX:
-        a0, a1, b0, b1, c0, c1, d0, d1 = _pairs_cuda(words, offset, FP16)
-    else:
-        a0, a1, b0, b1, c0, c1, d0, d1 = _pairs(words, offset, FP16)
+def in_order(a0, a1, b0, b1, c0, c1, d0, d1, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The eight values of each of [BN, GROUP / 8] words, by half, high and low, as [BN, GROUP] in
+    ascending k: registers are only renamed."""
     first = tl.join(tl.join(a0, a1), tl.join(b0, b1))
     second = tl.join(tl.join(c0, c1), tl.join(d0, d1))
     w = tl.join(first, second)  # row, word, low, high, half
     w = tl.reshape(w, (BN, 4, GROUP // 32, 2, 2, 2))  # row, lane, block, low, high, half
     w = tl.permute(w, (0, 2, 5, 4, 1, 3))  # row, block, half, high, lane, low
     return tl.reshape(w, (BN, GROUP))
+
+
+@triton.jit
+def _weight(
+    words, offset, BN: tl.constexpr, GROUP: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr
+):
+    """[BN, GROUP / 8] words as [BN, GROUP] floats in ascending k."""
+    if PTX:
+        a0, a1, b0, b1, c0, c1, d0, d1 = _pairs_cuda(words, offset, FP16)
+    else:
+        a0, a1, b0, b1, c0, c1, d0, d1 = _pairs(words, offset, FP16)
+    return in_order(a0, a1, b0, b1, c0, c1, d0, d1, BN, GROUP)
 
 
 @triton.jit
@@ -291,7 +298,6 @@ def _part_weight_left(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PTX: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """The sum over groups first to last, ascending; [BN, BM] fp32."""
     acc = tl.zeros((BN, BM), tl.float32)
@@ -302,7 +308,7 @@ def _part_weight_left(
     in_n = rows_n < NP
     middle = 0x64086408 if FP16 else 0x43084308
     symmetric = tl.full((BN, 1), middle, tl.int32)
-    for group in tl.range(first, last, loop_unroll_factor=UNROLL):
+    for group in range(first, last):
         if EVEN_N:
             w = tl.load(word_at + group * NP * (GROUP // 8))
             s = tl.load(scale + group * NP + rows_n)
@@ -349,7 +355,6 @@ def _part(
     PTX: tl.constexpr,
     LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """One part of the K partition: [BM, BN] if LEFT, else [BN, BM]. Shared by both kernels."""
     if LEFT:
@@ -360,7 +365,7 @@ def _part(
     else:
         part = _part_weight_left(
             x, words, scale, offset, rows_n, rows_m, M, NP, K, first, last,
-            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, UNROLL,
+            GROUP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX,
         )  # fmt: skip
     return part
 
@@ -371,24 +376,23 @@ def _parts(
     PARTS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, FP16: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The sum over all parts, each by ``_part``, in index order."""
     y = _part(
         x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K, 0, groups // PARTS,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
     )  # fmt: skip
     for i in range(1, PARTS):
         y += _part(
             x, words, scale, offset, rows_n, rows_m, first_row, M, NP, K,
             i * groups // PARTS, (i + 1) * groups // PARTS,
-            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, UNROLL,
+            GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
         )  # fmt: skip
     return y
 
 
 @triton.jit
-def _fetch_words(
+def fetch_words(
     words, column, first, last, NP,
     GROUP: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -485,12 +489,12 @@ def split(
     first, last = part * groups // PARTS, (part + 1) * groups // PARTS
     if PDL:
         if AHEAD > 0:
-            _fetch_words(words, column * BN, first, last, NP, GROUP, BN, AHEAD)
+            fetch_words(words, column * BN, first, last, NP, GROUP, BN, AHEAD)
         wait()
         let_next_start()
     y = _part(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, first, last,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
     )  # fmt: skip
     if PARTS == 1:
         _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
@@ -545,12 +549,12 @@ def walk(
     rows_m = row * BM + tl.arange(0, BM)
     if PDL:
         if AHEAD > 0:
-            _fetch_words(words, column * BN, 0, groups, NP, GROUP, BN, AHEAD)
+            fetch_words(words, column * BN, 0, groups, NP, GROUP, BN, AHEAD)
         wait()
         let_next_start()
     y = _parts(
         x, words, scale, offset, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
-        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK, 1,
+        GROUP, STEP, BN, BM, FP16, ASYMMETRIC, EVEN_N, EVEN_K, PTX, LEFT, BLOCK,
     )  # fmt: skip
     _finish(out, bias, y, rows_n, rows_m, M, N, BIAS, LEFT)
 
@@ -573,33 +577,26 @@ def argmax(
     BM: tl.constexpr,
     FP16: tl.constexpr,
     EVEN_N: tl.constexpr,
-    PTX: tl.constexpr,
-    LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """The best column of each row and column tile of a symmetric weight whose K is whole groups.
 
-    Grid (M / BM, N / BN), so that row tiles share the weight in the cache; else as ``walk``.
+    The rows are the left operand. Grid (M / BM, N / BN), so that row tiles share the weight in the
+    cache; else as ``walk``.
 
     Args:
         best: [N / BN, M] int64, the rank of the best column (``linear.rank``) among those of the
             tile; its values are rounded to the dtype of x first, as a row of logits would be.
-        UNROLL: Groups of a step of the loop, which does not change their order; unread if LEFT.
     """
     row, column = tl.program_id(0), tl.program_id(1)
     rows_n = column * BN + tl.arange(0, BN)
     rows_m = row * BM + tl.arange(0, BM)
     y = _parts(
         x, words, scale, words, rows_n, rows_m, row * BM, M, NP, K, groups, PARTS,
-        GROUP, STEP, BN, BM, FP16, False, EVEN_N, True, PTX, LEFT, BLOCK, UNROLL,
+        GROUP, STEP, BN, BM, FP16, False, EVEN_N, True, False, True, BLOCK,
     )  # fmt: skip
-    n = rows_n[None, :] if LEFT else rows_n[:, None]
+    n = rows_n[None, :]
     ranks = rank(y.to(tl.float16 if FP16 else tl.bfloat16).to(tl.float32), n)
     # Below every rank of a column: the lowest order of a value is that of minus infinity.
     ranks = tl.where(n < N, ranks, -0x8000000000000000)
-    tl.store(
-        best + column.to(tl.int64) * M + rows_m,
-        tl.max(ranks, axis=1 if LEFT else 0),
-        mask=rows_m < M,
-    )
+    tl.store(best + column.to(tl.int64) * M + rows_m, tl.max(ranks, axis=1), mask=rows_m < M)

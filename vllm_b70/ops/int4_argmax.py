@@ -1,4 +1,9 @@
-"""``torch.ops.vllm_b70.int4_argmax``: a 4-bit weight's best column, without a row of logits."""
+"""``torch.ops.vllm_b70.int4_argmax``: a 4-bit weight's best column, without a row of logits.
+
+It is for drafts, which decide no token. Which of two arithmetics serves is up to a device's tiles:
+that of ``kernels.int4_linear`` where the rows are the left operand (XPU), else that of
+``kernels.int4_draft``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +16,24 @@ from vllm_b70.ops import blocks, gemm, int4_gemm, library, split, tiles
 from vllm_b70.ops.int4_words import Int4Words
 from vllm_b70.ops.launcher import Launcher
 
-#: The table of tiles; the K partition is that of ``int4_gemm``, so that both have the same logits.
+#: The table of tiles; the K partition is that of ``int4_gemm``.
 OP = "int4_argmax"
+#: Rows that an offset's stride is a multiple of: no tile has more.
+ROWS = 64
 
 
 @functools.cache
-def _launcher(
+def _rows_left(
     kernel: Any,
     tile: tiles.Tile,
     parts: int,
     group: int,
     dtype: torch.dtype,
     even_n: bool,
-    ptx: bool,
     block: bool,
     device: torch.device,
 ) -> Launcher:
-    """The kernel that multiplies, with its constants."""
+    """The kernel of ``kernels.int4_linear``, with its constants."""
     return Launcher(
         kernel,
         dict(
@@ -38,10 +44,7 @@ def _launcher(
             BM=tile.bm,
             FP16=dtype == torch.float16,
             EVEN_N=even_n,
-            PTX=ptx,
-            LEFT=tile.left,
             BLOCK=block,
-            UNROLL=tile.unroll,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -51,33 +54,44 @@ def _launcher(
 
 
 @functools.cache
-def _streams(
-    stream: Any,
-    best_of: Any,
+def _draft(
+    kernels: Any,
     tile: tiles.Tile,
+    parts: int,
+    groups: int,
     group: int,
     dtype: torch.dtype,
     even_n: bool,
     ptx: bool,
     device: torch.device,
-) -> tuple[Launcher, Launcher]:
-    """The kernels of ``kernels.int4_stream``, with their constants."""
-    overlap = tiles.overlap_options(device, tile.overlap)
-    limit = {"maxnreg": tile.registers} if tile.registers and device.type == "cuda" else {}
+) -> tuple[Launcher, Launcher, Launcher]:
+    """The kernels of ``kernels.int4_draft``, with their constants."""
+    overlap = tiles.overlap_options(device)
+    padded = 1 << (groups - 1).bit_length()
     constants = dict(
+        PARTS=parts,
         GROUP=group,
         BN=tile.bn,
         BM=tile.bm,
         FP16=dtype == torch.float16,
         EVEN_N=even_n,
         PTX=ptx,
+        UNROLL=tile.unroll,
+        AHEAD=tile.ahead if overlap["PDL"] else 0,
+        **overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
     )
     return (
-        Launcher(stream, constants | limit | overlap),
-        Launcher(best_of, dict(BLOCK=1024, num_warps=4) | overlap),
+        Launcher(
+            kernels.prepare,
+            dict(
+                GROUP=group, GROUPS=padded, PDL=overlap["PDL"], num_warps=8, enable_fp_fusion=False
+            ),
+        ),
+        Launcher(kernels.argmax, constants),
+        Launcher(kernels.best_of, dict(BLOCK=1024, num_warps=4) | overlap),
     )
 
 
@@ -98,19 +112,17 @@ def launch(
         value: [M] fp32, filled.
         index: [M] int64, filled.
         parts: The K partition.
-        tile: The launch. Where ``stream`` cannot serve, a walk of this tile does.
+        tile: The launch; ``left`` chooses the arithmetic, and its kernel's name does not matter.
         ptx: Use the packed PTX instructions instead of plain Triton; the same values.
     """
-    # A stream has one part, the weight as the left operand, and scales that are loaded in pairs.
-    streams = parts == 1 and not tile.left and weight.scale.data_ptr() % 4 == 0
-    step = _stream if tile.kernel == "stream" and streams else _walk
     column_tiles = -(-weight.columns // tile.bn)
     piece = split.rows_at_once(tile.bm, column_tiles)
+    step = _launch_left if tile.left else _launch_draft
     for first in range(0, x.shape[0], piece):
         step(x[first : first + piece], weight, value[first:], index[first:], parts, tile, ptx)
 
 
-def _walk(
+def _launch_left(
     x: torch.Tensor,
     weight: Int4Words,
     value: torch.Tensor,
@@ -119,7 +131,7 @@ def _walk(
     tile: tiles.Tile,
     ptx: bool,
 ) -> None:
-    """``launch`` of rows that fit the workspace, a program for each tile."""
+    """``launch`` of rows that fit the workspace, where they are the left operand."""
     from vllm_b70.kernels import int4_linear as kernels
     from vllm_b70.kernels.linear import best_of
 
@@ -127,9 +139,9 @@ def _walk(
     rows, depth = x.shape
     column_tiles = -(-weight.columns // tile.bn)
     best = torch.empty((column_tiles, rows), dtype=torch.int64, device=x.device)
-    launcher = _launcher(
-        kernels.argmax, tile, parts, weight.group, x.dtype, padded % tile.bn == 0, ptx,
-        tile.left and blocks.fits(x), x.device,
+    launcher = _rows_left(
+        kernels.argmax, tile, parts, weight.group, x.dtype, padded % tile.bn == 0, blocks.fits(x),
+        x.device,
     )  # fmt: skip
     launcher(
         (-(-rows // tile.bm), column_tiles), (x, weight.words, weight.scale, best),
@@ -138,18 +150,7 @@ def _walk(
     gemm.best_of(best_of)((rows,), (best, value, index), rows, column_tiles)
 
 
-def programs(column_tiles: int, row_tiles: int, each: int, processors: int) -> int:
-    """Programs of a row tile of a persistent ``stream``, so that all row tiles' run at once.
-
-    Args:
-        column_tiles, row_tiles: Tiles of the output.
-        each: Programs that a multiprocessor holds.
-        processors: Of the device.
-    """
-    return max(1, min(column_tiles, each * processors // row_tiles))
-
-
-def _stream(
+def _launch_draft(
     x: torch.Tensor,
     weight: Int4Words,
     value: torch.Tensor,
@@ -158,24 +159,33 @@ def _stream(
     tile: tiles.Tile,
     ptx: bool,
 ) -> None:
-    """As ``_walk``, of one part: a program's tiles in one loop."""
-    from vllm_b70.kernels import int4_stream as kernels
+    """``launch`` of rows that fit the workspace, where the weight is the left operand.
 
+    Raises:
+        ValueError: The tile's rows; of 8 Triton takes another matrix instruction of Hopper's.
+    """
+    from vllm_b70.kernels import int4_draft as kernels
+
+    if not 16 <= tile.bm <= ROWS:
+        raise ValueError(f"a tile of int4_argmax has 16 to {ROWS} rows, not {tile.bm}")
     groups, padded, _ = weight.words.shape
     rows, depth = x.shape
-    row_tiles, count = -(-rows // tile.bm), -(-weight.columns // tile.bn)
-    if tile.persistent:
-        count = programs(count, row_tiles, tile.each, tiles.processors(x.device))
-    best = torch.empty((count, rows), dtype=torch.int64, device=x.device)
-    launcher, ranks = _streams(
-        kernels.stream, kernels.best_of, tile, weight.group, x.dtype, padded % tile.bn == 0, ptx,
-        x.device,
+    column_tiles, stride = -(-weight.columns // tile.bn), -(-rows // ROWS) * ROWS
+    half = torch.empty((rows, depth), dtype=torch.float16, device=x.device)
+    offset = torch.empty((groups, stride), dtype=torch.float32, device=x.device)
+    unit = torch.empty(rows, dtype=torch.float32, device=x.device)
+    best = torch.empty((column_tiles, rows), dtype=torch.int64, device=x.device)
+    # Scales are loaded in pairs.
+    scale = weight.scale if weight.scale.data_ptr() % 4 == 0 else weight.scale.clone()
+    prepare, argmax, best_of = _draft(
+        kernels, tile, parts, groups, weight.group, x.dtype, padded % tile.bn == 0, ptx, x.device
+    )
+    prepare((rows,), (x, half, offset, unit), rows, stride, depth, groups)
+    argmax(
+        (-(-rows // tile.bm), column_tiles), (half, weight.words, scale, offset, unit, best),
+        rows, stride, weight.columns, padded, depth, groups,
     )  # fmt: skip
-    launcher(
-        (row_tiles, count), (x, weight.words, weight.scale, best),
-        rows, weight.columns, padded, depth, groups,
-    )  # fmt: skip
-    ranks((rows,), (best, value, index), rows, count)
+    best_of((rows,), (best, value, index), rows, column_tiles)
 
 
 def parts_of(weight: Int4Words) -> int:
@@ -190,8 +200,9 @@ def int4_argmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each row and its lowest column, over a symmetric 4-bit weight.
 
-    As ``argmax`` over ``int4_gemm``'s result: columns tie when their logits round to one value, the
-    lowest of them is taken, and a NaN counts as minus infinity.
+    Logits are rounded to the dtype of x: columns whose logits are then equal tie, the lowest of
+    them is taken, and a NaN counts as minus infinity. On an XPU they are those of ``int4_gemm``;
+    elsewhere those of ``kernels.int4_draft``, which are as near to the exact ones.
 
     Args:
         x: [M, K] bf16 or fp16; K is a multiple of ``group``.

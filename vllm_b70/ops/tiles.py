@@ -24,8 +24,7 @@ class Tile:
     Attributes:
         kernel: ``split``, ``walk``, or ``hopper``: where ``ops.hopper`` cannot serve, a walk of
             this tile does. It alone has a use for the warps and stages. Or ``wide``: a walk with
-            tiles of half as many columns again, where descriptors can be had. Or ``stream``, of
-            the 4-bit argmax on CUDA: one loop over all groups of a program's tiles.
+            tiles of half as many columns again, where descriptors can be had.
         bn: Columns of a tile.
         bm: Rows of a tile.
         warps: Warps of a program.
@@ -34,17 +33,16 @@ class Tile:
         swap: The weight is the left operand, where the kernel leaves it free.
         tensor: Operands are loaded by tensor descriptors, where the kernel can.
         persistent: As many programs as the device holds, each walking several tiles.
-        each: Programs of ``persistent`` on each multiprocessor, where the kernel is ``stream``.
         left: The rows are the left operand of the matrix unit, as XPU's wants it.
         step: Values of k multiplied at once where ``left``; 0 is a whole group.
         grf: Registers of an XPU thread, 128 or 256; 0 leaves it to the compiler.
-        registers: The most registers of a thread of ``stream``; 0 leaves it to the compiler.
         cut: What the programs of ``hopper`` share to be done at the same time: "" nothing,
             ``tiles``, or ``parts``: tiles whose parts are side by side.
         overlap: It may start while the kernel before it ends, where the device can. That saves the
             time of a launch, and costs room while the kernel before it still runs.
         ahead: Values of k, a power of two from 64 on, whose weights a program asks for before it
-            waits for the kernel before it, where it may ``overlap``; 0 asks for none.
+            waits for the kernel before it, where it may ``overlap``, as the 4-bit argmax always
+            may; 0 asks for none.
         unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
@@ -64,8 +62,6 @@ class Tile:
     overlap: bool = False
     ahead: int = 0
     unroll: int = 1
-    each: int = 1
-    registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def int4_argmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of a row of ``int4_linear`` and its lowest column; a NaN is minus infinity.
 
+    What a draft of an XPU is; other devices' have the arithmetic of ``reference.int4_draft``.
+
     Args: as for ``int4_linear``.
 
     Returns:
