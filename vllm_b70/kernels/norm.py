@@ -41,11 +41,10 @@ def _rows_at(base, row, outer, inner, HEADS: tl.constexpr):
 
 @triton.jit
 def _read(
-    x, residual, z, total_out, row, column, mask,
-    x_outer, x_inner, r_outer, r_inner, z_outer, z_inner,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+    x, residual, z, row, column, mask, x_outer, x_inner, r_outer, r_inner, z_outer, z_inner,
+    HEADS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the rows in fp32, the residual added and the sum stored; and the gate's input."""
+    """Columns of the rows, the residual added and the sum rounded; and the gate's input, fp32."""
     values = tl.load(_rows_at(x, row, x_outer, x_inner, HEADS) + column, mask=mask, other=0.0)
     gate = values
     if GATE != "none":
@@ -54,10 +53,8 @@ def _read(
         added = tl.load(
             _rows_at(residual, row, r_outer, r_inner, HEADS) + column, mask=mask, other=0.0
         )
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(total_out.dtype.element_ty)
-        at = row.to(tl.int64)[:, None] * COLUMNS + column
-        tl.store(total_out + at, values, mask=mask)
-    return values.to(tl.float32), gate.to(tl.float32)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+    return values, gate.to(tl.float32)
 
 
 @triton.jit
@@ -150,15 +147,24 @@ def rms_norm(
         # Here, because ptxas moves no load across it; it moved the weight's behind the reduction.
         let_next_start()
     values, gate = _read(
-        x, residual, z, total_out, row, column, mask, x_outer, x_inner, r_outer, r_inner,
-        z_outer, z_inner, COLUMNS, HEADS, RESIDUAL, GATE,
+        x, residual, z, row, column, mask, x_outer, x_inner, r_outer, r_inner, z_outer, z_inner,
+        HEADS, RESIDUAL, GATE,
     )  # fmt: skip
-    squares = values * values
     if REST > 0:
         values_2, gate_2 = _read(
-            x, residual, z, total_out, row, columns_2, mask_2, x_outer, x_inner, r_outer, r_inner,
-            z_outer, z_inner, COLUMNS, HEADS, RESIDUAL, GATE,
+            x, residual, z, row, columns_2, mask_2, x_outer, x_inner, r_outer, r_inner, z_outer,
+            z_inner, HEADS, RESIDUAL, GATE,
         )  # fmt: skip
+    # After all loads: none of them could pass a store.
+    if RESIDUAL:
+        at = row.to(tl.int64)[:, None] * COLUMNS
+        tl.store(total_out + at + column, values, mask=mask)
+        if REST > 0:
+            tl.store(total_out + at + columns_2, values_2, mask=mask_2)
+    values = values.to(tl.float32)
+    squares = values * values
+    if REST > 0:
+        values_2 = values_2.to(tl.float32)
         # The first step of the tree: the second half is REST values, then zeros.
         pieces = tl.reshape(squares, (ROWS, SIZE // REST, REST))
         first = tl.arange(0, SIZE // REST)[None, :, None] == 0
