@@ -61,13 +61,14 @@ stage_tests() {
   local file ids=()
   bash scripts/gpu_path.sh "$1/path" tests &
   ids+=($!)
-  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net test_native; do
-    timeout 300 python3 -m pytest -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
+  for file in test_gemm test_overlap test_repack test_int4_gemm test_draft_head test_gated_delta_net test_native \
+    test_launch test_graphs test_warm_up test_catch_up; do
+    timeout 300 python3 -m pytest -s -p no:cacheprovider "tests/gpu/$file.py" >"$1/$file.txt" 2>&1 &
     ids+=($!)
   done
   wait "${ids[@]}"
   # One line a file: what failed, else the dots of what passed.
-  grep -aE '^(FAILED|ERROR|E  )|Error|^[.sFEx]+ +\[' "$1"/*.txt "$1"/path/*.txt | sed "s|$1/||" | cut -c1-160
+  grep -aE '^(FAILED|ERROR|E  )|Error|^[.sFEx]+( +\[|$)| on the host, ' "$1"/*.txt "$1"/path/*.txt | sed "s|$1/||" | cut -c1-160
 }
 
 stage_census() {

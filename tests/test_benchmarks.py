@@ -88,6 +88,36 @@ def test_schedules_are_held_against_the_best_fixed_depth(tmp_path, capsys):
     assert crowd["within_1_5_percent"] and crowd["step_against_none"] == pytest.approx(1.0125)
 
 
+@pytest.mark.parametrize(("route", "again"), [("exact", 0), ("exact", 1), ("stock", 1)])
+def test_a_route_of_ours_that_answers_anew_otherwise_is_an_error(route, again, tmp_path):
+    level = {"users": 1, "answers": [[[1, 2], [-0.5, -0.25]]], "tokens_per_s": 1.0}
+    cell = {"model": "m", "dtype": "bfloat16", "route": route, "depth": 0, "graphs": "on"}
+    cell |= {"replica": 0, "prompts": [1, 1, 2], "prompt_tokens_per_s": 1.0, "device": "x"}
+    cell |= {"versions": {}, "command": "c"}
+    cell["levels"] = [level | {"acceptance": None, "differ_again": again}]
+    (tmp_path / "cells").mkdir()
+    (tmp_path / "cells" / "d0.json").write_text(json.dumps(cell))
+    arguments = type("A", (), {"cells": tmp_path / "cells", "out": tmp_path / "out.json"})
+    if again and route != "stock":
+        with pytest.raises(SystemExit, match="1 cells of ours differ when asked again"):
+            exact_gpu.collect(arguments)
+    else:
+        exact_gpu.collect(arguments)
+    assert json.loads(arguments.out.read_text())["rows"][0]["differ_again"] == again
+
+
+@pytest.mark.parametrize("round_", [0, 1])
+def test_engines_answer_in_rounds(round_, tmp_path, capsys):
+    """In a later round the first one waits for the last one of the round before."""
+    for name in ("ready-1", "ready-2", "done-1-0", "done-2-0", "done-1-1")[: 3 + 2 * round_]:
+        (tmp_path / name).touch()
+    exact_gpu.wait_for_turn(tmp_path, "2/2", 0.2, round_)
+    assert "DISTURBED" not in capsys.readouterr().out
+    (tmp_path / "done-2-0").unlink(missing_ok=True)
+    exact_gpu.wait_for_turn(tmp_path, "1/2", 0.2, 1)
+    assert "['done-2']" in capsys.readouterr().out
+
+
 def test_acceptance_is_that_of_what_ran_in_between():
     nothing, none = {"drafts": [], "accepted": []}, {"drafts": [10], "accepted": [8, 5]}
     after = {"drafts": [30], "accepted": [24, 11]}

@@ -76,6 +76,7 @@ def test_every_cell_of_the_route_is_exact():
     rows = [r for r in results("exact-h200.json")["rows"] if r["route"] == "exact"]
     judged = [r for r in rows if "mismatches" in r]
     assert all(r["mismatches"] == r["logprob_mismatches"] == 0 for r in judged)
+    assert not any(r.get("differ_again") for r in rows)
     tiny = [r for r in judged if r["model"] == "tiny-9b"]
     assert {(r["users"], r["depth"]) for r in tiny} >= {
         (users, depth) for users in (8, 32, 64, 128) for depth in (0, 1, 3, 6)

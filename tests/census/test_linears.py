@@ -127,6 +127,18 @@ def refuse(number):
     return call
 
 
+def test_what_lies_where_a_choice_is_kept_is_not_taken_for_one(mode, root):
+    mode("auto")
+    layer()
+    key = settled.key_of(native._waiting[0], torch.device("cpu"), (0, 1))
+    folder = settled.path_of(key).parent
+    folder.mkdir(parents=True)
+    (folder / "left behind").touch()
+    with pytest.raises(OSError):
+        settled.keep(key, settled.Settled("linear", "96x64 bfloat16", (5, 9, 1), "a choice"))
+    assert settled.load(key) is None
+
+
 @pytest.mark.parametrize("linear", ["native", "auto"])
 def test_the_first_of_two_servers_counts(mode, linear, root, monkeypatch):
     """Both found no file, and the other one wrote it first: its choice is taken, also on a file

@@ -171,7 +171,9 @@ def keep(key: dict[str, Any], settled: Settled) -> Settled:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            return load(key) or settled
+            if (found := load(key)) is None:
+                raise  # Something else lies there, and the next start would choose anew.
+            return found
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return settled

@@ -69,14 +69,15 @@ class Pinned:
             return False
         values = [given[name] for name in self.arg_names]
         constants = tuple([values[i] for i in self.fn.constexprs])
-        if constants not in self._launchers:
+        key = (kwargs["H"], self.fusion, constants)
+        if key not in self._launchers:
             named = {self.arg_names[i]: values[i] for i in self.fn.constexprs}
             scalars = [i for i, v in enumerate(values) if isinstance(v, (int, float))]
-            self._launchers[constants] = (
+            self._launchers[key] = (
                 launcher.Launcher(self.fn, named | options | {"enable_fp_fusion": self.fusion}),
                 min(scalars),
             )
-        found, pointers = self._launchers[constants]
+        found, pointers = self._launchers[key]
         last = len(values) - len(constants)
         grid = grid(given) if callable(grid) else grid
         found(grid, values[:pointers], *values[pointers:last])

@@ -114,7 +114,8 @@ def verify_runner(runner: Any) -> None:
         logger.warning(
             "vllm_b70: the KV cache has no room for %d requests with all their states, so some "
             "graphs cannot be verified and such steps run without one: %s",
-            max(run.case.requests for run in unseen), ", ".join(run.name for run in unseen),
+            max((run.case.requests for run in unseen), default=0),
+            ", ".join(run.name for run in unseen),
         )  # fmt: skip
         withhold(runner, left)
     target = sum(number == 0 for number, _ in replayed)

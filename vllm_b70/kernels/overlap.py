@@ -1,6 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-A kernel launched so must ``wait`` before it touches memory; ``fetch`` alone may come before. It
+A kernel launched so must ``wait`` before it touches what a step computes; before that it may
+``fetch`` weights, which no kernel of a step writes (the Hopper kernel loads its first ones). It
 lets the next kernel start after its ``wait``, so that whoever has waited sees what all kernels
 before it wrote. Triton has it for CUDA only; elsewhere kernels are compiled without it (their
 constant PDL is false).

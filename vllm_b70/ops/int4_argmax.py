@@ -55,7 +55,9 @@ def _rows_left(
 
 @functools.cache
 def _draft(
-    kernels: Any,
+    prepare: Any,
+    argmax: Any,
+    best_of: Any,
     tile: tiles.Tile,
     parts: int,
     groups: int,
@@ -85,13 +87,13 @@ def _draft(
     )
     return (
         Launcher(
-            kernels.prepare,
+            prepare,
             dict(
                 GROUP=group, GROUPS=padded, PDL=overlap["PDL"], num_warps=8, enable_fp_fusion=False
             ),
         ),
-        Launcher(kernels.argmax, constants),
-        Launcher(kernels.best_of, dict(BLOCK=1024, num_warps=4) | overlap),
+        Launcher(argmax, constants),
+        Launcher(best_of, dict(BLOCK=1024, num_warps=4) | overlap),
     )
 
 
@@ -178,8 +180,9 @@ def _launch_draft(
     # Scales are loaded in pairs.
     scale = weight.scale if weight.scale.data_ptr() % 4 == 0 else weight.scale.clone()
     prepare, argmax, best_of = _draft(
-        kernels, tile, parts, groups, weight.group, x.dtype, padded % tile.bn == 0, ptx, x.device
-    )
+        kernels.prepare, kernels.argmax, kernels.best_of, tile, parts, groups, weight.group,
+        x.dtype, padded % tile.bn == 0, ptx, x.device,
+    )  # fmt: skip
     prepare((rows,), (x, half, offset, unit), rows, stride, depth, groups)
     argmax(
         (-(-rows // tile.bm), column_tiles), (half, weight.words, scale, offset, unit, best),

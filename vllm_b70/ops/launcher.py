@@ -65,12 +65,13 @@ class Launcher:
         self._last = tuple([constants[p.name] for p in last])
         #: Numbers of the arguments whose value changes nothing but the width of an integer.
         self._free = [i for i, p in enumerate(first) if p.do_not_specialize]
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-        from triton.knobs import runtime
+        #: How to launch what Triton made, and that itself, which must live as long.
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+        from triton.knobs import compilation, runtime
         from triton.runtime.driver import driver
 
         # Bound once: what a launch looks up is what it costs.
-        self._runtime, self._driver = runtime, driver.active
+        self._runtime, self._compilation, self._driver = runtime, compilation, driver.active
 
     def __call__(
         self, grid: tuple[int, ...], pointers: Sequence[torch.Tensor | None], *scalars: Any
@@ -93,13 +94,13 @@ class Launcher:
             if compiled is not None:  # A hook on compilation can prevent it.
                 if len(self._compiled) >= MOST:
                     self._compiled.clear()
-                self._compiled[key] = _entry(compiled)
+                self._compiled[key] = (*_entry(compiled), compiled)
             return
         # The addresses need no check: Triton let tensors of these devices pass.
         values: list[Any] = addresses
         for i, (describe, *block) in self._blocks.items():
             values[i] = describe(pointers[i], *block)
-        launch, middle = found
+        launch, middle, _ = found
         x, y, z = (*grid, 1, 1)[:3]
         stream = self._driver.get_current_stream(key[0])
         launch(x, y, z, stream, *middle, *values, *scalars, *self._last)
@@ -146,6 +147,7 @@ class Launcher:
         return (
             self.kernel.pre_run_hooks
             or self._runtime.debug
+            or getattr(self._compilation, "instrumentation_mode", "")
             or getattr(enter, "calls", enter)
             or getattr(leave, "calls", leave)
         )

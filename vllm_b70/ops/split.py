@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 #: Bytes of workspace that no call exceeds; a tile whose parts would need more walks them instead.
+#: (A draft's argmax has its rows in fp16 beside that.)
 WORKSPACE = 64 * 2**20
 
 
