@@ -16,7 +16,7 @@ TILES = [
     Tile("walk", 128, 16, 8, 4),
     Tile("walk", 256, 16, 4, 4),
     Tile("walk", 256, 32, 8, 3),
-    Tile("walk", 128, 32, 4, 3, unroll=2),
+    Tile("walk", 128, 32, 4, 3),
     Tile("walk", 64, 64, 4, 3),
     Tile("walk", 256, 64, 8, 3),
 ]

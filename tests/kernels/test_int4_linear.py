@@ -128,8 +128,8 @@ def run_argmax(x, weight, tile, parts=1):
 
 @pytest.mark.parametrize(
     "tile",
-    [TILES[0], *TILES[2:4], Tile("walk", 64, 16, 4, 2, unroll=2, ahead=256), TILES[5]],
-    ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}{t.unroll}",
+    [TILES[0], *TILES[2:4], Tile("walk", 64, 16, 4, 2, ahead=256), TILES[5]],
+    ids=lambda t: f"{t.bn}x{t.bm}{'left' * t.left}",
 )
 @pytest.mark.parametrize(
     ("depth", "columns", "group_size", "parts", "dtype"),

@@ -155,7 +155,6 @@ def _part(
     FP16: tl.constexpr,
     EVEN_N: tl.constexpr,
     PTX: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """acc of the groups first to last, ascending; [BN, BM] fp32.
 
@@ -172,7 +171,7 @@ def _part(
     acc = tl.zeros((BN, BM), tl.float32)
     pairs = tl.load(scale_at + first * NP // 2, mask=in_n, other=0)
     o = tl.load(offset_at + first * MP)
-    for group in tl.range(first, last, loop_unroll_factor=UNROLL):
+    for group in range(first, last):
         if EVEN_N:
             w = tl.load(word_at + group * NP * (GROUP // 8))
         else:
@@ -210,7 +209,6 @@ def argmax(
     FP16: tl.constexpr,
     EVEN_N: tl.constexpr,
     PTX: tl.constexpr,
-    UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -227,7 +225,6 @@ def argmax(
         MP: M rounded up to 64; a multiple of BM.
         PARTS: The K partition.
         PTX: Use packed PTX instructions instead of plain Triton; the same values.
-        UNROLL: Groups of a step of the loop, which does not change their order.
         AHEAD: As for ``int4_linear.split``.
     """
     row, column = tl.program_id(0), tl.program_id(1)
@@ -240,13 +237,13 @@ def argmax(
         let_next_start()
     y = _part(
         half, words, scale, offset, rows_n, rows_m, M, MP, NP, K, 0, groups // PARTS,
-        GROUP, BN, BM, FP16, EVEN_N, PTX, UNROLL,
+        GROUP, BN, BM, FP16, EVEN_N, PTX,
     )  # fmt: skip
     for i in range(1, PARTS):
         y += _part(
             half, words, scale, offset, rows_n, rows_m, M, MP, NP, K,
             i * groups // PARTS, (i + 1) * groups // PARTS,
-            GROUP, BN, BM, FP16, EVEN_N, PTX, UNROLL,
+            GROUP, BN, BM, FP16, EVEN_N, PTX,
         )  # fmt: skip
     y *= tl.load(unit + rows_m, mask=rows_m < M, other=0.0)[None, :]
     y = y.to(tl.float16 if FP16 else tl.bfloat16).to(tl.float32)

@@ -36,20 +36,7 @@ def _rows_left(
     """The kernel of ``kernels.int4_linear``, with its constants."""
     return Launcher(
         kernel,
-        dict(
-            PARTS=parts,
-            GROUP=group,
-            STEP=min(tile.step or group, group),
-            BN=tile.bn,
-            BM=tile.bm,
-            FP16=dtype == torch.float16,
-            EVEN_N=even_n,
-            BLOCK=block,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-            **tiles.backend_options(tile, device),
-        ),
+        int4_gemm.constants(tile, parts, group, dtype, even_n, block, device),
     )
 
 
@@ -78,7 +65,6 @@ def _draft(
         FP16=dtype == torch.float16,
         EVEN_N=even_n,
         PTX=ptx,
-        UNROLL=tile.unroll,
         AHEAD=tile.ahead if overlap["PDL"] else 0,
         **overlap,
         num_warps=tile.warps,

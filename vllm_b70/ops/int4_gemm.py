@@ -22,6 +22,32 @@ def counters(columns: int) -> int:
     return split.counters(columns, LEAST_BN, LEAST_BM)
 
 
+def constants(
+    tile: tiles.Tile,
+    parts: int,
+    group: int,
+    dtype: torch.dtype,
+    even_n: bool,
+    block: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What every kernel of ``kernels.int4_linear`` is compiled for, and the compiler's options."""
+    return dict(
+        PARTS=parts,
+        GROUP=group,
+        STEP=min(tile.step or group, group),
+        BN=tile.bn,
+        BM=tile.bm,
+        FP16=dtype == torch.float16,
+        EVEN_N=even_n,
+        BLOCK=block,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **tiles.backend_options(tile, device),
+    )
+
+
 @functools.cache
 def _launcher(
     kernel: Any,
@@ -42,25 +68,14 @@ def _launcher(
     return Launcher(
         kernel,
         dict(
-            PARTS=parts,
-            GROUP=group,
-            STEP=min(tile.step or group, group),
-            BN=tile.bn,
-            BM=tile.bm,
-            FP16=dtype == torch.float16,
             ASYMMETRIC=asymmetric,
             BIAS=bias,
-            EVEN_N=even_n,
             EVEN_K=even_k,
             PTX=ptx,
             LEFT=tile.left,
-            BLOCK=block,
             AHEAD=tile.ahead if overlap["PDL"] else 0,
             **overlap,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-            **tiles.backend_options(tile, device),
+            **constants(tile, parts, group, dtype, even_n, block, device),
         ),
     )
 

@@ -11,7 +11,7 @@ import torch
 from vllm_b70.chunk_grid import GRID
 from vllm_b70.ops import tiles
 from vllm_b70.ops.launcher import Launcher
-from vllm_b70.ops.recurrent_steps import check_layout
+from vllm_b70.ops.recurrent_steps import check_layout, layout_constants
 
 #: Tokens of a program, and its warps. They choose the order in which the norm adds, so they are
 #: constants. An XPU's threads need the larger number of registers for them.
@@ -56,19 +56,13 @@ def _launcher(
         state: The shape of the states but for their number.
         device: Where it runs.
     """
-    heads, values, keys = state
+    _, values, keys = state
     return Launcher(
         kernel,
         dict(
-            X_ROW=rows[0],
-            A_ROW=rows[1],
-            B_ROW=rows[2],
+            **layout_constants(rows, key_heads, state),
             TOKEN=history[1],
             CHANNEL=history[2],
-            HK=key_heads,
-            HV=heads,
-            K=keys,
-            V=values,
             BD=max(keys, values),
             GRID=GRID,
             BT=BLOCK_TOKENS,

@@ -44,6 +44,17 @@ def _convolution(
     )
 
 
+def layout_constants(
+    rows: tuple[int, int, int], key_heads: int, state: torch.Size
+) -> dict[str, Any]:
+    """What the kernels that read gates are compiled for: values between two rows of x, of a and of
+    b; HK; the shape of the states but for their number."""
+    heads, values, keys = state
+    return dict(
+        X_ROW=rows[0], A_ROW=rows[1], B_ROW=rows[2], HK=key_heads, HV=heads, K=keys, V=values
+    )
+
+
 @functools.cache
 def _recurrence(
     kernel: Any,
@@ -63,17 +74,11 @@ def _recurrence(
         state: The shape of the states but for their number.
         device: Where it runs.
     """
-    heads, values, keys = state
+    _, values, keys = state
     return Launcher(
         kernel,
         dict(
-            X_ROW=rows[0],
-            A_ROW=rows[1],
-            B_ROW=rows[2],
-            HK=key_heads,
-            HV=heads,
-            K=keys,
-            V=values,
+            **layout_constants(rows, key_heads, state),
             BV=min(launch.block, values),
             SCALE=keys**-0.5,
             PDL=launch.overlap,

@@ -43,7 +43,6 @@ class Tile:
         ahead: Values of k, a power of two from 64 on, whose weights a program asks for before it
             waits for the kernel before it, where it may ``overlap``, as the 4-bit argmax always
             may; 0 asks for none.
-        unroll: Groups of a step of the 4-bit argmax's loop, where not ``left``.
     """
 
     kernel: str
@@ -61,7 +60,6 @@ class Tile:
     cut: str = ""
     overlap: bool = False
     ahead: int = 0
-    unroll: int = 1
 
 
 @dataclass(frozen=True)
